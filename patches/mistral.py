@@ -1,0 +1,9 @@
+"""Mistral, Mistral-Nemo and derivatives, with or without a sliding window."""
+
+from .rotary import RotaryAdapter
+
+
+class MistralAdapter(RotaryAdapter):
+    """As Llama; Nemo has its own ``head_dim``, 7B v0.1 a sliding window."""
+
+    model_types = ("mistral",)

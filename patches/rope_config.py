@@ -1,0 +1,133 @@
+"""Reading and writing the rope entries of a transformers config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from rope_ext.checkpoint import PATCHED_ENTRIES
+from rope_ext.encodings.rotary import Rotary, RotaryMethod, schedule
+
+Sections = dict[str | None, dict[str, Any]]
+"""``rope_parameters`` by layer type; the key is None where one entry serves all layers."""
+
+SLIDING = "sliding_attention"
+"""Layers of this type see a fixed window whatever the context, so their rotary table stays as trained."""
+
+UNSTOCKABLE = "requires rope_ext.load_patched"
+"""The ``rope_type`` of a config that stock transformers cannot express: loading it there fails, naming the way out."""
+
+SCALING_KEYS = frozenset(
+    "rope_type type factor original_max_position_embeddings attention_factor beta_fast beta_slow short_factor "
+    "long_factor low_freq_factor high_freq_factor mscale mscale_all_dim truncate".split()
+)
+"""Entries of ``rope_parameters`` that describe a scaling; the others (base, partial rotary ...) describe the model."""
+
+
+class CheckpointRope:
+    """What a checkpoint's config said about its positions before any patch."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.text = text_config(config)
+        record = getattr(config, "rope_ext", None)
+        if record:
+            self.original: dict[str, Any] = copy.deepcopy(record["original"])
+        else:
+            present = [name for name in PATCHED_ENTRIES if hasattr(self.text, name)]
+            self.original = {name: copy.deepcopy(getattr(self.text, name)) for name in present}
+        if not self.original.get("rope_parameters") or "max_position_embeddings" not in self.original:
+            raise ValueError(
+                f"{config.model_type}: its config has no rope_parameters or max_position_embeddings to scale."
+            )
+        self.parameters: dict[str, Any] = self.original["rope_parameters"]
+        self.max_length: int = self.original["max_position_embeddings"]
+
+    @property
+    def sections(self) -> Sections:
+        """The entries that a method changes."""
+        layered = {key: value for key, value in self.parameters.items() if isinstance(value, dict)}
+        if not layered:
+            return {None: self.parameters}
+        return {key: value for key, value in layered.items() if key != SLIDING}
+
+    @property
+    def per_layer_type(self) -> bool:
+        """Whether layers of different types have tables of their own."""
+        return None not in self.sections
+
+    def with_sections(self, changed: Sections) -> dict[str, Any]:
+        """Full ``rope_parameters``: the changed entries written in, the model's own entries kept."""
+        parameters = copy.deepcopy(self.parameters)
+        for key, section in self.sections.items():
+            kept = {name: value for name, value in section.items() if name not in SCALING_KEYS}
+            if key is None:
+                parameters = {**kept, **changed[None]}
+            else:
+                parameters[key] = {**kept, **changed[key]}
+        return parameters
+
+    def trained_length(self, section: dict[str, Any]) -> int:
+        """L0 in tokens; ValueError where the config leaves it open."""
+        rope_type = section.get("rope_type", section.get("type", "default"))
+        recorded = self.original.get("original_max_position_embeddings")
+        if rope_type in ("yarn", "llama3", "longrope"):
+            return int(recorded or section["original_max_position_embeddings"])
+        if rope_type == "linear" and section.get("factor", 1) != 1 and not recorded:
+            raise ValueError(
+                f"this checkpoint is already scaled ('linear', factor {section['factor']:g}) and its config does not "
+                f"say whether max_position_embeddings={self.max_length} is the length before or after that. "
+                "Pass original_max_position_embeddings=<length it was pretrained at>."
+            )
+        return int(recorded) if recorded and rope_type != "dynamic" else self.max_length
+
+    def config(self, parameters: dict[str, Any] | None = None, max_length: int | None = None) -> PreTrainedConfig:
+        """A text config of its own with these entries; by default the original ones."""
+        config = copy.deepcopy(self.text)
+        set_rope(config, parameters or self.parameters, max_length or self.max_length)
+        return config
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the text decoder: the config itself, or the part of a multimodal one."""
+    text: PreTrainedConfig = config.get_text_config(decoder=True)
+    return text
+
+
+def set_rope(config: PreTrainedConfig, parameters: dict[str, Any], max_length: int) -> None:
+    """Write both entries into a text config."""
+    config.rope_parameters = copy.deepcopy(parameters)
+    config.max_position_embeddings = max_length
+
+
+def record_trained_length(config: PreTrainedConfig, length: int) -> None:
+    """Keep L0 in its standard place, beside ``rope_parameters`` whose type has no entry for it."""
+    values = config.rope_parameters.values()
+    sections = [value for value in values if isinstance(value, dict)] or [config.rope_parameters]
+    if not any("original_max_position_embeddings" in section for section in sections):
+        config.original_max_position_embeddings = length
+
+
+def expressions(encoding: RotaryMethod, trained: dict[str | None, Rotary]) -> Iterator[tuple[str, Sections]]:
+    """(rope_type, sections): ways to say a method in stock terms: its native type, then a list of divisors."""
+    native = {key: encoding.native(rotary) for key, rotary in trained.items()}
+    sections: Sections = {key: section for key, section in native.items() if section is not None}
+    if len(sections) == len(trained):
+        yield next(iter(sections.values()))["rope_type"], sections
+    yield "longrope", {key: _as_divisors(encoding, rotary) for key, rotary in trained.items()}
+
+
+def _as_divisors(encoding: RotaryMethod, rotary: Rotary) -> dict[str, Any]:
+    """Any table of frequencies is theta_i / lambda_i for some lambda; short = long, so that stock never switches."""
+    wanted = encoding.frequencies(rotary).double().clamp(min=1e-30)
+    divisors = (schedule(rotary.dim, rotary.base).double() / wanted).tolist()
+    return {
+        "rope_type": "longrope",
+        "short_factor": divisors,
+        "long_factor": divisors,
+        "factor": encoding.extension,
+        "attention_factor": encoding.attention_scaling(rotary),
+        "original_max_position_embeddings": rotary.trained_length,
+    }

@@ -1,0 +1,178 @@
+"""The rotary seam on any architecture that computes cos and sin in a rotary module of its own.
+
+The patched module holds one of the host's own class, built from the patched config, so whatever the host returns
+(halves, interleaved, per layer type, complex, multi-axis ...) stays what it was: only frequencies change.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from rope_ext.config import Method
+from rope_ext.encodings.rotary import Rotary, RotaryMethod, schedule
+
+from .base import Adapter, Channels, Patch, State, Swap, copy_configs
+from .rope_config import (
+    SLIDING,
+    UNSTOCKABLE,
+    CheckpointRope,
+    expressions,
+    record_trained_length,
+    set_rope,
+    text_config,
+)
+from .rotary_module import PatchedRotary, Tables, build, build_as_stock, holds, set_table, table_of
+
+
+class RotaryAdapter(Adapter):
+    """Hosts the rotary seam on every architecture whose rotary module it can rebuild and check."""
+
+    seams = frozenset({"rotary"})
+
+    def plan(self, encoding: Method) -> Patch:
+        if not isinstance(encoding, RotaryMethod):
+            raise TypeError(f"{encoding.name} is in the rotary seam but not derived from RotaryMethod.")
+        modules = self._modules()
+        kind = type(modules[0][2])
+        rope = CheckpointRope(self.model.config)
+        trained = self._trained(rope, encoding.original_max_position_embeddings)
+        tables = {key: _table(encoding, rotary) for key, rotary in trained.items()}
+        length = next(iter(trained.values())).trained_length
+        usable = round(length * encoding.extension)
+
+        stock, parameters = "", rope.with_sections({key: {"rope_type": UNSTOCKABLE} for key in trained})
+        for rope_type, sections in expressions(encoding, trained):
+            candidate = rope.with_sections(sections)
+            if holds(build_as_stock(kind, rope.config(candidate, usable)), tables):
+                stock, parameters = rope_type, candidate
+                break
+
+        configs = copy_configs(self.model)
+        top = next(new for old, new in configs if old is self.model.config)
+        for text in (text_config(new) for _, new in configs):
+            if type(text) is type(rope.text):
+                set_rope(text, parameters, usable)
+                if usable != length:
+                    record_trained_length(text, length)
+        top.rope_ext = {**encoding.to_dict(), "original": rope.original}
+
+        swaps = []
+        for parent, name, module in modules:
+            host = build(type(module), text_config(top) if stock else rope.config())
+            if not stock:
+                for key, (frequencies, scaling) in tables.items():
+                    set_table(host, key, frequencies, scaling)
+            host.config = text_config(top)  # type: ignore[assignment]
+            new, device = PatchedRotary(host), next(module.buffers()).device
+            swaps.append(Swap(parent, name, module, new if device.type == "meta" else new.to(device)))
+        state = State(
+            method=encoding.name,
+            trained_length=length,
+            usable_length=usable,
+            attention_scaling=next(iter(tables.values()))[1],
+            channels=_channels(trained, tables),
+            stock=stock,
+            notes=_notes(rope),
+        )
+        return Patch(encoding, state, swaps, configs)
+
+    def state(self) -> State:
+        rope = CheckpointRope(self.model.config)
+        kind = type(self._modules()[0][2])
+        try:
+            trained = self._trained(rope, None)
+        except ValueError:  # the config leaves L0 open: patching asks for it, a report need not
+            trained = self._trained(rope, rope.max_length)
+        now = build(kind, rope.text)
+        tables = {key: table_of(now, key) for key in trained}
+        key, first = next(iter(trained.items()))
+        current = rope.text.rope_parameters if key is None else rope.text.rope_parameters[key]
+        return State(
+            method="rope" if current["rope_type"] == "default" else f"{current['rope_type']} (the checkpoint's own)",
+            trained_length=first.trained_length,
+            usable_length=max(first.trained_length, rope.text.max_position_embeddings),
+            attention_scaling=float(tables[key][1]),
+            channels=_channels(trained, tables),
+            stock=current["rope_type"],
+            notes=_notes(rope),
+        )
+
+    def _modules(self) -> list[tuple[nn.Module, str, nn.Module]]:
+        """(parent, attribute, module) of the text model's rotary modules."""
+        kind, text = self.model.config.model_type, text_config(self.model.config)
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            raise ValueError(f"{kind} is an encoder-decoder; rotary encodings are hosted on single-stack models only.")
+        found = []
+        for path, module in self.model.named_modules():
+            tables = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+            if tables and type(module.__dict__.get("config")) is type(text):
+                if "position_ids" not in inspect.signature(type(module).forward).parameters:
+                    raise ValueError(f"{kind}: {path} ({type(module).__name__}) is not called with position_ids.")
+                parent, _, name = path.rpartition(".")
+                found.append((self.model.get_submodule(parent), name, module))
+        if not found:
+            raise ValueError(
+                f"no rotary module found in {type(self.model).__name__} (model_type {kind!r}): nothing was replaced. "
+                "Rotary encodings need a module that holds `inv_freq` and the text config."
+            )
+        return found
+
+    def _trained(self, rope: CheckpointRope, length: int | None) -> dict[str | None, Rotary]:
+        """The unscaled geometry of each section, checked against the table that the host builds from it."""
+        if not rope.sections:
+            raise ValueError(f"{self.model.config.model_type}: every layer is a sliding-window layer; none to extend.")
+        plain = rope.config(rope.with_sections({key: {"rope_type": "default"} for key in rope.sections}))
+        kind = type(self._modules()[0][2])
+        try:
+            host = build(kind, plain)
+        except Exception as error:
+            raise ValueError(f"{kind.__name__} cannot be built without the checkpoint's scaling: {error!r}.") from error
+        trained = {}
+        for key, section in rope.sections.items():
+            if "mscale_all_dim" in section:
+                raise ValueError(
+                    f"{self.model.config.model_type}: its attention modules scale their scores by "
+                    "rope_parameters['mscale_all_dim'] when they are built, which a patch cannot follow."
+                )
+            table, base = table_of(host, key)[0], float(section["rope_theta"])
+            dim = 2 * table.numel()
+            if dim < 4:
+                raise ValueError(f"rotary dimension {dim} is too small: the methods need at least 2 channel pairs.")
+            if not torch.allclose(table, schedule(dim, base), rtol=1e-5):
+                raise ValueError(
+                    f"{kind.__name__} does not rotate with base^(-2i/d) (base {base:g}, d {dim}): "
+                    "its frequencies cannot be rescaled by these methods."
+                )
+            trained[key] = Rotary(dim, base, length or rope.trained_length(section), section)
+        return trained
+
+
+def _table(encoding: RotaryMethod, rotary: Rotary) -> tuple[Tensor, float]:
+    """The method's frequencies and factor, checked: a registered method may return anything."""
+    frequencies, scaling = encoding.frequencies(rotary), float(encoding.attention_scaling(rotary))
+    shape = (rotary.dim // 2,)
+    if tuple(frequencies.shape) != shape or not torch.isfinite(frequencies).all() or (frequencies < 0).any():
+        raise ValueError(f"{encoding.name}.frequencies must return {shape} finite numbers >= 0, got {frequencies!r}.")
+    return frequencies.detach().to(device="cpu", dtype=torch.float32), scaling
+
+
+def _channels(trained: dict[str | None, Rotary], tables: Tables) -> tuple[Channels, ...]:
+    return tuple(
+        Channels(key, schedule(rotary.dim, rotary.base), tables[key][0].detach().cpu().float())
+        for key, rotary in trained.items()
+    )
+
+
+def _notes(rope: CheckpointRope) -> tuple[str, ...]:
+    notes = []
+    for section in rope.sections.values():
+        if section.get("rope_type", "default") != "default":
+            notes.append(f"the checkpoint comes scaled ({section['rope_type']}); a method replaces that scaling")
+    if rope.per_layer_type:
+        notes.append(f"{SLIDING} layers keep their own rotary table")
+    elif getattr(rope.text, "sliding_window", None) and getattr(rope.text, "use_sliding_window", True):
+        notes.append(f"layers with a sliding window see at most {rope.text.sliding_window} tokens back")
+    return tuple(notes)

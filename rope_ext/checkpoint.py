@@ -1,0 +1,181 @@
+"""Saved models: what ``config.rope_ext`` records, loading it back, exporting for stock tools, PEFT adapters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rope_ext.api import patch_model, patch_of, unwrap
+from rope_ext.registry import find_method
+
+PATCHED_ENTRIES = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
+"""Config entries that a patch writes beside ``config.rope_ext``; their originals are kept in the record."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def load_patched(path: str | Path, model_class: type[PreTrainedModel] | None = None, **kwargs: Any) -> PreTrainedModel:
+    """Load a checkpoint that was saved while patched, as a patched model that can be unpatched to the original.
+
+    Args:
+        path: folder or Hub id.
+        model_class: by default the class named in the checkpoint's config.
+        **kwargs: go to ``from_pretrained`` (``dtype``, ``device_map``, ...).
+
+    Raises:
+        ValueError: the checkpoint has no record of a patch.
+    """
+    config = AutoConfig.from_pretrained(path)
+    record = _record_of(config, str(path))
+    restore_original(config)
+    named = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+    model: PreTrainedModel = (model_class or named).from_pretrained(path, config=config, **kwargs)
+    return patch_model(model, find_method(record["method"]).from_options(record["options"]))
+
+
+def restore_original(config: PreTrainedConfig) -> None:
+    """Write back the entries a patch had changed in a loaded config, and drop its record."""
+    original = config.rope_ext["original"]
+    text = config.get_text_config(decoder=True)
+    for name in PATCHED_ENTRIES:
+        if name in original:
+            setattr(text, name, original[name])
+        elif hasattr(text, name):
+            delattr(text, name)
+    del config.rope_ext
+
+
+@dataclass(frozen=True)
+class Export:
+    """What :func:`export` wrote."""
+
+    path: Path
+    stock_loadable: bool
+    message: str
+
+
+def export(model: nn.Module, path: str | Path, tokenizer: Any = None, *, overwrite: bool = False) -> Export:
+    """Write the model as a checkpoint folder, all of it or nothing.
+
+    Where stock transformers can express the method, the folder loads there to the same logits. Where it cannot, stock
+    loading fails with a message that names ``rope_ext.load_patched``; it is never silently wrong.
+
+    Args:
+        model: patched or not. A PEFT model must be merged first (``merge_and_unload``).
+        path: the folder to make.
+        tokenizer: written beside the model if given.
+        overwrite: replace an existing folder.
+
+    Raises:
+        ValueError: the folder exists, or adapters are not merged.
+    """
+    target = Path(path)
+    if hasattr(model, "peft_config"):
+        raise ValueError("export: the model carries PEFT adapters; merge them first: model = model.merge_and_unload().")
+    if target.exists() and not overwrite:
+        raise ValueError(f"export: {target} exists; pass overwrite=True to replace it, or choose another path.")
+    inner = unwrap(model)
+    patch = patch_of(inner)
+    with _whole_folder(target) as folder:
+        inner.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    if patch is None:
+        return Export(target, True, "saved unpatched; loads with stock transformers")
+    if patch.state.stock:
+        return Export(target, True, f"loads with stock transformers (rope_type {patch.state.stock!r})")
+    return Export(
+        target, False, f"{patch.encoding.name} needs the plugin: load it with rope_ext.load_patched({path!r})"
+    )
+
+
+def save_adapter(model: nn.Module, path: str | Path, **kwargs: Any) -> None:
+    """Save a PEFT adapter with a record of the position encoding it was trained under.
+
+    The record goes into ``adapter_config.json``; ``PeftModel.from_pretrained`` warns about the entry, and
+    :func:`load_adapter` checks it.
+
+    Raises:
+        TypeError: not a PEFT model.
+        ValueError: its base model is not patched.
+    """
+    if not hasattr(model, "peft_config"):
+        raise TypeError(f"save_adapter takes a PEFT model (from get_peft_model), got {type(model).__name__}.")
+    patch = patch_of(unwrap(model))
+    if patch is None:
+        raise ValueError("save_adapter: the base model is not patched; save the adapter with model.save_pretrained.")
+    with _whole_folder(Path(path)) as folder:
+        model.save_pretrained(str(folder), **kwargs)  # type: ignore[operator]
+        for file in folder.rglob(ADAPTER_CONFIG):
+            entries = json.loads(file.read_text())
+            file.write_text(json.dumps({**entries, "rope_ext": patch.encoding.to_dict()}, indent=2))
+
+
+def load_adapter(model: PreTrainedModel, path: str | Path, **kwargs: Any) -> Any:
+    """``PeftModel.from_pretrained``, refusing a base model that is not patched as the adapter was trained.
+
+    Raises:
+        ValueError: the adapter has no record, or the base model's method or options differ from it.
+    """
+    from peft import PeftModel
+
+    record = json.loads((Path(path) / ADAPTER_CONFIG).read_text()).get("rope_ext")
+    if record is None:
+        raise ValueError(f"{path} has no record of a position encoding; load it with PeftModel.from_pretrained.")
+    patch = patch_of(unwrap(model))
+    found = patch.encoding.to_dict() if patch else {"method": "unpatched", "options": {}}
+    if (found["method"], found["options"]) != (record["method"], record["options"]):
+        arguments = "".join(f", {name}={value!r}" for name, value in record["options"].items())
+        raise ValueError(
+            f"this adapter was trained under {record['method']} {record['options']}, the base model is "
+            f"{found['method']} {found['options']}; first call patch_model(model, {record['method']!r}{arguments})."
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*rope_ext.*")
+        return PeftModel.from_pretrained(model, str(path), **kwargs)
+
+
+def _record_of(config: PreTrainedConfig, where: str) -> dict[str, Any]:
+    record: dict[str, Any] | None = getattr(config, "rope_ext", None)
+    if not record:
+        raise ValueError(
+            f"{where} has no `rope_ext` entry in its config, so it was not saved from a patched model; "
+            "load it with from_pretrained and call patch_model."
+        )
+    if _release(record["version"]) > _release(version("rope_ext")):
+        warnings.warn(
+            f"{where} was saved with rope_ext {record['version']}, this is {version('rope_ext')}; consider an update.",
+            stacklevel=3,
+        )
+    return record
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+@contextmanager
+def _whole_folder(target: Path) -> Iterator[Path]:
+    """A scratch folder beside ``target`` that takes its place when the block ends well, and vanishes if not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        if target.exists():
+            shutil.rmtree(target)
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

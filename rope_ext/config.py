@@ -1,0 +1,134 @@
+"""The options of a method: one frozen dataclass per method, checked when it is made, stored in ``config.json``.
+
+A method declares its options as fields made with :func:`number`, :func:`integer`, :func:`flag` or :func:`numbers`.
+Every value is checked and normalised on construction, so an encoding that exists is valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field
+from importlib.metadata import version
+from typing import Any, ClassVar, Literal, TypeVar
+
+FineTuning = Literal["not needed", "recommended", "required"]
+M = TypeVar("M", bound="Method")
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of every position encoding: what describes it, and its options as fields."""
+
+    name: ClassVar[str]
+    """The name given to ``patch_model``."""
+    seam: ClassVar[str]
+    """Where position enters: "embedding", "rotary", "qk", "bias" or "scores"."""
+    formula: ClassVar[str]
+    """One line, for tables."""
+    source: ClassVar[str]
+    """Where the formula comes from."""
+    fine_tuning: ClassVar[FineTuning]
+    """Whether a checkpoint needs training after the switch."""
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if value is not None or spec.default is not None:
+                checked = spec.metadata["check"](f"{self.name}: option `{spec.name}`", value)
+                object.__setattr__(self, spec.name, checked)
+
+    @classmethod
+    def from_options(cls: type[M], options: Mapping[str, Any]) -> M:
+        """Build from keyword options.
+
+        Raises:
+            ValueError: an option is unknown, missing or out of range.
+            TypeError: an option has the wrong type.
+        """
+        allowed = {spec.name: spec for spec in dataclasses.fields(cls)}
+        for name, value in options.items():
+            if name not in allowed:
+                close = difflib.get_close_matches(name, allowed, n=1)
+                hint = f"; did you mean `{close[0]}`?" if close else ""
+                listed = ", ".join(f"`{option}`" for option in allowed) or "none"
+                raise ValueError(f"{cls.name}: unknown option `{name}`={value!r}{hint} Its options: {listed}.")
+        for name, spec in allowed.items():
+            if spec.default is MISSING and name not in options:
+                raise ValueError(f"{cls.name}: option `{name}` is required, for example `{name}=4`.")
+        return cls(**options)
+
+    def options(self) -> dict[str, Any]:
+        """The options that differ from their defaults, as plain JSON values."""
+        values = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
+        defaults = {spec.name: spec.default for spec in dataclasses.fields(self)}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: value for name, value in plain.items() if value != defaults[name]}
+
+    def to_dict(self) -> dict[str, Any]:
+        """``{"method", "options", "version"}``: what ``config.json`` records."""
+        return {"method": self.name, "options": self.options(), "version": version("rope_ext")}
+
+
+def number(
+    default: Any = MISSING, *, at_least: float = -math.inf, above: float = -math.inf, at_most: float = math.inf
+) -> Any:
+    """An option that takes a finite number. A default of ``None`` means "decided by the method"."""
+    bounds = [f">= {at_least:g}"] if at_least > -math.inf else [f"> {above:g}"] if above > -math.inf else []
+    bounds += [f"<= {at_most:g}"] if at_most < math.inf else []
+    allowed = "a finite number" + (f" {' and '.join(bounds)}" if bounds else "")
+
+    def check(label: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{label} must be {allowed}, got {value!r} of type {type(value).__name__}.")
+        if not (math.isfinite(value) and at_least <= value <= at_most and value > above):
+            raise ValueError(f"{label} must be {allowed}, got {value!r}.")
+        return float(value)
+
+    return _option(default, check)
+
+
+def integer(default: Any = MISSING, *, at_least: int = 1) -> Any:
+    """An option that takes a whole number."""
+
+    def check(label: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{label} must be a whole number, got {value!r} of type {type(value).__name__}.")
+        if value < at_least:
+            raise ValueError(f"{label} must be a whole number >= {at_least}, got {value!r}.")
+        return value
+
+    return _option(default, check)
+
+
+def flag(default: bool) -> Any:
+    """An option that is True or False."""
+
+    def check(label: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise TypeError(f"{label} must be True or False, got {value!r}.")
+        return value
+
+    return _option(default, check)
+
+
+def numbers(default: Any = MISSING) -> Any:
+    """An option that takes a list of positive finite numbers; kept as a tuple."""
+
+    def check(label: str, value: Any) -> tuple[float, ...]:
+        if not isinstance(value, (list, tuple)) or not value:
+            raise TypeError(f"{label} must be a list of positive numbers, got {value!r}.")
+        for item in value:
+            if isinstance(item, bool) or not isinstance(item, (int, float)):
+                raise TypeError(f"{label} must hold numbers only, got {item!r}.")
+            if not (math.isfinite(item) and item > 0):
+                raise ValueError(f"{label} must hold positive finite numbers only, got {item!r}.")
+        return tuple(float(item) for item in value)
+
+    return _option(default, check)
+
+
+def _option(default: Any, check: Callable[[str, Any], Any]) -> Any:
+    return field(default=default, metadata={"check": check})

@@ -1,0 +1,1 @@
+"""Position encodings: the maths. Imports torch only, knows no architecture."""
