@@ -1,0 +1,111 @@
+"""Perplexity of a long text: of one long forward by position, or with a sliding window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rope_ext.evals.runner import Row, Task, digest
+from rope_ext.evals.scoring import token_nll
+
+SHORTEST_PREFIX = 256
+
+
+class Perplexity(Task):
+    """Perplexity at each length.
+
+    Full (default): one forward of BOS and length - 1 tokens; exp of the mean nll in each of ``bins`` equal position
+    bins, and for the prefixes of 256, 512, ... tokens. Sliding (``stride`` given, Press et al. 2021): windows of
+    ``length`` tokens that advance by ``stride``; a window scores only the tokens no window scored before.
+
+    Args:
+        text: what is read.
+        lengths: tokens of a forward, BOS included.
+        bins: position bins of the full mode.
+        stride: tokens between windows; None for the full mode.
+        windows: how many windows the sliding mode reads.
+        samples: passages per length, one after the other in the text.
+
+    Raises:
+        ValueError: a value is out of range, or (when measuring) the text is too short.
+    """
+
+    name: ClassVar[str] = "perplexity"
+
+    def __init__(
+        self,
+        text: str,
+        lengths: Sequence[int],
+        *,
+        bins: int = 8,
+        stride: int | None = None,
+        windows: int = 10,
+        samples: int = 1,
+    ) -> None:
+        if not lengths or bins < 1 or samples < 1 or windows < 1:
+            raise ValueError("perplexity needs at least one length, one bin, one window and one sample.")
+        for length in lengths:
+            if length < max(2, bins + 1) or (stride is not None and not 0 < stride < length):
+                raise ValueError(f"length {length} is too short for {bins} bins and stride {stride}.")
+        self.text, self.lengths, self.samples = text, sorted(lengths), samples
+        self.bins, self.stride, self.windows = bins, stride, windows
+
+    def settings(self) -> Row:
+        return {"text": digest(self.text), "bins": self.bins, "stride": self.stride, "windows": self.windows}
+
+    def rows(self) -> list[Row]:
+        return [{"length": length, "sample": sample} for length in self.lengths for sample in range(self.samples)]
+
+    def measure(self, model: PreTrainedModel, tokenizer: Any, row: Row) -> Row:
+        length = row["length"]
+        span = length - 1 if self.stride is None else length - 1 + (self.windows - 1) * self.stride
+        ids = self._tokens(tokenizer, span, row["sample"]).to(model.device)
+        bos = tokenizer.bos_token_id
+        if self.stride is None:
+            nll = token_nll(model, _begin(bos, ids))
+            return {"tokens": len(nll), "perplexity": _exp(nll.mean()), **self._by_position(nll)}
+        parts = []
+        for window in range(self.windows):
+            inside = ids[window * self.stride : window * self.stride + length - 1]
+            scored = length - 1 if window == 0 else self.stride
+            sequence = _begin(bos, inside)
+            parts.append(token_nll(model, sequence, start=max(1, sequence.shape[1] - scored)))
+        nll = torch.cat(parts)
+        return {"tokens": len(nll), "perplexity": _exp(nll.mean())}
+
+    def _by_position(self, nll: Tensor) -> Row:
+        parts = nll.tensor_split(self.bins)
+        edges = [0]
+        for part in parts:
+            edges.append(edges[-1] + len(part))
+        prefixes = [SHORTEST_PREFIX << power for power in range(32) if SHORTEST_PREFIX << power < len(nll)]
+        return {
+            "bin_edges": edges,
+            "bin_perplexity": [_exp(part.mean()) for part in parts],
+            "prefix_perplexity": {str(end): _exp(nll[:end].mean()) for end in [*prefixes, len(nll)]},
+        }
+
+    def _tokens(self, tokenizer: Any, span: int, sample: int) -> Tensor:
+        # a prefix of the text is enough: no tokenizer makes more than one token of a character on average
+        start, need = sample * span, (sample + 1) * span
+        ids = tokenizer.encode(self.text[: 12 * need], add_special_tokens=False)
+        if len(ids) < need:
+            raise ValueError(
+                f"the text has {len(ids)} tokens, sample {sample} needs {need}; give a longer text or a shorter length."
+            )
+        return torch.tensor(ids[start:need])
+
+
+def _begin(bos: int | None, ids: Tensor) -> Tensor:
+    """(1, length) with one BOS in front, if the tokenizer has one."""
+    first = ids[:0] if bos is None else torch.tensor([bos], device=ids.device)
+    return torch.cat([first, ids])[None]
+
+
+def _exp(mean_nll: Tensor) -> float:
+    return math.exp(min(float(mean_nll), 700.0))

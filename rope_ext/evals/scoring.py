@@ -1,0 +1,58 @@
+"""Negative log-likelihood of every token of a long text, without ever holding [length, vocabulary] logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+HEAD_CHUNK = 512
+"""Positions that go through the output head at a time."""
+
+
+def token_nll(model: PreTrainedModel, ids: Tensor, start: int = 1) -> Tensor:
+    """-ln p(ids[t] | ids[:t]) for t = start .. length - 1, from one forward pass.
+
+    Args:
+        model: a causal language model in eval mode.
+        ids: shape (1, length).
+        start: first token to score, at least 1.
+
+    Returns:
+        fp32, shape (length - start,), in nats.
+
+    Raises:
+        ValueError: the model does more to its logits than its output head says (and no known post-processing fits).
+    """
+    with torch.inference_mode():
+        head = _Head(model, ids[:, :16])
+        hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state[0, start - 1 : -1]
+        targets = ids[0, start:]
+        chunks = range(0, len(targets), HEAD_CHUNK)
+        parts = [
+            F.cross_entropy(head(hidden[at : at + HEAD_CHUNK]), targets[at : at + HEAD_CHUNK], reduction="none")
+            for at in chunks
+        ]
+        return torch.cat(parts).cpu()
+
+
+class _Head:
+    """The output head and what some models do to its logits (soft-capping, scaling), checked against the model."""
+
+    def __init__(self, model: PreTrainedModel, probe: Tensor) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self._linear = model.get_output_embeddings()
+        self._cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._scale = float(getattr(config, "logit_scale", 1.0)) / float(getattr(config, "logits_scaling", 1.0))
+        hidden = model.get_decoder()(probe, use_cache=False).last_hidden_state[0]
+        expected, found = model(probe, use_cache=False).logits[0].float(), self(hidden)
+        if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+            raise ValueError(
+                f"{type(model).__name__} changes its logits after the output head in a way that is not known here; "
+                "its perplexity cannot be computed in chunks."
+            )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._linear(hidden).float() * self._scale
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
