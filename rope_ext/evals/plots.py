@@ -1,0 +1,140 @@
+"""Pictures of results. Every function returns a figure; ``save`` writes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+from rope_ext.api import Description
+from rope_ext.evals.results import labels, needle_cells, perplexity_bins
+from rope_ext.evals.runner import Row
+
+SCORE_COLOURS = LinearSegmentedColormap.from_list("score", ["#b2182b", "#f4a582", "#f7f7f7", "#92c5de", "#2166ac"])
+"""Red to blue: told apart by colour-blind readers too."""
+
+LINE_COLOURS = ("#b2182b", "#2166ac", "#e08214", "#1b7837", "#762a83", "#4d4d4d")
+
+
+def needle_heatmap(
+    rows: Sequence[Row], trained_length: int | None = None, title: str = "Needle in a haystack"
+) -> Figure:
+    """One panel per setup: length across, depth down, the score as colour and number, log-probability below it."""
+    cells = [cell for cell in needle_cells(rows) if cell["depth"] != "no needle"]
+    names = labels(cells)
+    lengths, depths = sorted({cell["length"] for cell in cells}), sorted({cell["depth"] for cell in cells})
+    width = 1.7 + len(names) * max(2.6, 0.95 * len(lengths) + 0.6)
+    figure, axes = plt.subplots(
+        1, len(names), figsize=(width, 1.9 + 0.55 * len(depths)), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, name in zip(axes[0], names, strict=True):
+        found = {(cell["length"], cell["depth"]): cell for cell in cells if cell["label"] == name}
+        grid = [[found.get((length, depth), {}).get("score", math.nan) for length in lengths] for depth in depths]
+        image = axis.imshow(grid, cmap=SCORE_COLOURS, vmin=0, vmax=1, aspect="auto")
+        for (length, depth), cell in found.items():
+            _annotate(axis, lengths.index(length), depths.index(depth), cell)
+        _mark_trained_length(axis, lengths, trained_length)
+        axis.set_title(name, fontsize=11, fontweight="bold")
+        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axis.set_yticks(range(len(depths)), [f"{depth:g} %" for depth in depths])
+        axis.set_xlabel("length (tokens)")
+        axis.tick_params(length=0)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+    axes[0][0].set_ylabel("depth of the needle")
+    bar = figure.colorbar(image, ax=axes[0], label="answers found", shrink=0.9, pad=0.02)
+    bar.set_ticks([0, 0.5, 1], labels=["0 %", "50 %", "100 %"])
+    bar.outline.set_visible(False)
+    figure.suptitle(title, fontsize=12)
+    return figure
+
+
+def perplexity_plot(
+    rows: Sequence[Row], trained_length: int | None = None, title: str = "Perplexity by position"
+) -> Figure:
+    """Perplexity of each position bin on a logarithmic scale, one line per setup and length."""
+    figure, axis = plt.subplots(figsize=(7.6, 4.2), layout="constrained")
+    bins = perplexity_bins(rows)
+    many_lengths = len({row["length"] for row in bins}) > 1
+    for colour, name in zip(LINE_COLOURS * 9, labels(bins), strict=False):
+        for length in sorted({row["length"] for row in bins if row["label"] == name}):
+            mine = [row for row in bins if row["label"] == name and row["length"] == length and row["sample"] == 0]
+            middles = [(row["start"] + row["end"]) / 2 for row in mine]
+            values = [row["perplexity"] for row in mine]
+            caption = f"{name}, {length:,} tokens" if many_lengths else name
+            axis.plot(middles, values, "o-", color=colour, linewidth=2, markersize=5, label=caption)
+            axis.annotate(f"{values[-1]:.3g}", (middles[-1], values[-1]), xytext=(7, -3), textcoords="offset points")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    if trained_length:
+        axis.axvline(trained_length, color="#777777", linestyle=":", linewidth=1.2)
+        axis.text(
+            trained_length, 0.98, " trained length", transform=axis.get_xaxis_transform(), va="top", color="#777777"
+        )
+    axis.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.set_xlabel("position in the text (tokens)")
+    axis.set_ylabel("perplexity")
+    axis.grid(True, which="major", alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    axis.set_title(title, fontsize=12)
+    return figure
+
+
+def frequency_plot(descriptions: Mapping[str, Description], title: str = "Wavelength of each channel pair") -> Figure:
+    """Tokens per turn against channel pair, with trained and usable length as lines."""
+    figure, axis = plt.subplots(figsize=(7.6, 4.2), layout="constrained")
+    for colour, (name, description) in zip(LINE_COLOURS * 9, descriptions.items(), strict=False):
+        for layer_type, waves in description.wavelengths.items():
+            finite = [(pair, wave) for pair, wave in enumerate(waves) if math.isfinite(wave)]
+            outside = set(description.outside_trained_range[layer_type])
+            caption = name if layer_type == "all" else f"{name} ({layer_type})"
+            axis.plot(*zip(*finite, strict=True), "-", color=colour, linewidth=1.8, label=caption)
+            marked = [(pair, wave) for pair, wave in finite if pair in outside]
+            if marked:
+                axis.plot(
+                    *zip(*marked, strict=True), "x", color=colour, markersize=7, label=f"{caption}: leaves its range"
+                )
+    first = next(iter(descriptions.values()))
+    reach = max(description.usable_length for description in descriptions.values())
+    for length, caption in ((first.trained_length, "trained length"), (reach, "usable length")):
+        axis.axhline(length, color="#777777", linestyle=":", linewidth=1.2)
+        axis.text(0, length, f"{caption} {length:,}", va="bottom", color="#777777", fontsize=9)
+    axis.set_yscale("log")
+    axis.set_xlabel("channel pair")
+    axis.set_ylabel("wavelength (tokens per turn)")
+    axis.grid(True, which="major", alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9)
+    axis.set_title(title, fontsize=12)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG and free the figure."""
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _annotate(axis: Axes, x: int, y: int, cell: Row) -> None:
+    colour = "white" if abs(cell["score"] - 0.5) > 0.3 else "#222222"
+    axis.text(
+        x, y - 0.1, f"{cell['score']:.0%}", ha="center", va="center", color=colour, fontweight="bold", fontsize=10
+    )
+    note = f"log p {cell['answer_log_probability']:.1f}"
+    axis.text(x, y + 0.24, note, ha="center", va="center", color=colour, fontsize=7)
+
+
+def _mark_trained_length(axis: Axes, lengths: Sequence[int], trained_length: int | None) -> None:
+    """A line between the last length inside the trained range and the first outside."""
+    inside = sum(length <= (trained_length or 0) for length in lengths)
+    if 0 < inside < len(lengths):
+        axis.axvline(inside - 0.5, color="#222222", linestyle=":", linewidth=1.6)
