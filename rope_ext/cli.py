@@ -58,8 +58,9 @@ def _inspect(options: argparse.Namespace) -> None:
     descriptions = {"as loaded": before}
     if encoding is not None:
         with _patched(model, encoding):
-            descriptions[options.method] = describe(model, length=options.length)
-            console.print(str(descriptions[options.method]), highlight=False)
+            after = descriptions[options.method] = describe(model, length=options.length)
+        console.print(str(after), highlight=False)
+        descriptions["as loaded"] = describe(model, length=options.length or after.usable_length)
     fitting = methods(model)
     table = Table("method", "formula", "fine-tuning", title="Methods that fit", title_justify="left")
     for name, info in fitting.items():

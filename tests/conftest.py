@@ -1,0 +1,125 @@
+"""Small random models of every hosted family, and default options of every method."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+TRAINED = 64
+"""L0 of the random models, in tokens."""
+
+VOCABULARY = 61
+
+SMALL_MODEL = Path(__file__).parent / "small_model"
+"""A model of our own that really retrieves (see small_model/train.py)."""
+
+_SIZE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": TRAINED,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+
+FAMILIES = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral_window": ("mistral", {"sliding_window": 24}),
+    "mistral_nemo": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_moe": ("qwen2_moe", {**_MOE, "shared_expert_intermediate_size": 32}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 16}),
+}
+"""The families with an adapter of their own."""
+
+GENERIC = {
+    "gemma2": ("gemma2", {"head_dim": 16}),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "olmo": ("olmo", {}),
+    "olmo2": ("olmo2", {}),
+    "cohere": ("cohere", {}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 64}),
+}
+"""Other architectures, through the generic rotary adapter."""
+
+OPTIONS = {
+    "rope": {},
+    "linear": {"factor": 4},
+    "ntk": {"factor": 4},
+    "ntk_by_parts": {"factor": 4, "beta": 8},
+    "yarn": {"factor": 4, "beta_fast": 8},
+    "longrope": {"factor": 4},
+    "llama3": {"factor": 4},
+    "abf": {"factor": 4, "base": 2e5},
+    "lrope": {},
+    "pient": {"factor": 4},
+}
+"""Options for every method; longrope's list depends on the model, see ``options``."""
+
+
+def config(family: str, **changes):
+    model_type, own = {**FAMILIES, **GENERIC}[family]
+    known = AutoConfig.for_model(model_type)
+    sized = {name: value for name, value in _SIZE.items() if hasattr(known, name) or name.endswith("_token_id")}
+    return AutoConfig.for_model(model_type, **{**sized, **own, **changes})
+
+
+def build(family: str, seed: int = 0, **changes):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config(family, **changes)).eval()
+    return model
+
+
+def rotary_dim(model) -> int:
+    tables = [table for name, table in model.named_buffers() if name.endswith("inv_freq")]
+    return 2 * tables[0].numel()
+
+
+def options(method: str, model) -> dict:
+    extra = {}
+    if method == "longrope":
+        pairs = rotary_dim(model) // 2
+        extra = {"long_factor": [1 + 3 * i / pairs for i in range(pairs)]}
+    return {**OPTIONS[method], **extra}
+
+
+def ids(length: int, rows: int = 1, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+
+
+@torch.no_grad()
+def logits(model, input_ids, **kwargs) -> torch.Tensor:
+    return model(input_ids, use_cache=False, **kwargs).logits
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet():
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+    logging.disable_progress_bar()
+    transformers.logging.set_verbosity_warning()
+
+
+@pytest.fixture(scope="session")
+def small():
+    """(model, tokenizer) of the trained small model; tests leave it unpatched."""
+    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(SMALL_MODEL)
