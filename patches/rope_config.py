@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rope_ext.checkpoint import PATCHED_ENTRIES
-from rope_ext.encodings.rotary import Rotary, RotaryMethod, schedule
+from rope_ext.encodings.rotary import Rotary, RotaryMethod, divisor_lists, schedule
 
 Sections = dict[str | None, dict[str, Any]]
 """``rope_parameters`` by layer type; the key is None where one entry serves all layers."""
@@ -120,14 +120,7 @@ def expressions(encoding: RotaryMethod, trained: dict[str | None, Rotary]) -> It
 
 
 def _as_divisors(encoding: RotaryMethod, rotary: Rotary) -> dict[str, Any]:
-    """Any table of frequencies is theta_i / lambda_i for some lambda; short = long, so that stock never switches."""
+    """Any table of frequencies is theta_i / lambda_i for some lambda."""
     wanted = encoding.frequencies(rotary).double().clamp(min=1e-30)
-    divisors = (schedule(rotary.dim, rotary.base).double() / wanted).tolist()
-    return {
-        "rope_type": "longrope",
-        "short_factor": divisors,
-        "long_factor": divisors,
-        "factor": encoding.extension,
-        "attention_factor": encoding.attention_scaling(rotary),
-        "original_max_position_embeddings": rotary.trained_length,
-    }
+    divisors = schedule(rotary.dim, rotary.base).double() / wanted
+    return divisor_lists(encoding, rotary, divisors.tolist())

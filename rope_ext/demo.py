@@ -84,7 +84,7 @@ def demo(model: PreTrainedModel, tokenizer: Any, out: Path, quick: bool, console
     )
     page.section(
         "Perplexity by position",
-        f"One forward over {length:,} tokens. Lower is better; past the trained length the unpatched model breaks down.",
+        f"One forward over {length:,} tokens; lower is better.",
         picture(out / "perplexity.png", "perplexity by position"),
         table(*bin_table),
     )

@@ -50,7 +50,7 @@ FAMILIES = {
 GENERIC = {
     "gemma2": ("gemma2", {"head_dim": 16}),
     "gemma3": ("gemma3_text", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
-    "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
+    "phi3": ("phi3", {"partial_rotary_factor": 0.5, "original_max_position_embeddings": TRAINED}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
     "olmo": ("olmo", {}),
     "olmo2": ("olmo2", {}),

@@ -13,7 +13,13 @@ from tolerances import FREQUENCY
 from rope_ext import registry
 from rope_ext.encodings.rotary import METHODS, Rotary
 
-GEOMETRIES = [Rotary(64, 1e5, 8192), Rotary(128, 5e5, 8192), Rotary(128, 1e4, 4096), Rotary(16, 1e4, 64), Rotary(4, 1e4, 2048)]
+GEOMETRIES = [
+    Rotary(64, 1e5, 8192),
+    Rotary(128, 5e5, 8192),
+    Rotary(128, 1e4, 4096),
+    Rotary(16, 1e4, 64),
+    Rotary(4, 1e4, 2048),
+]
 FACTORED = ("linear", "ntk", "ntk_by_parts", "yarn", "llama3", "pient")
 
 
@@ -47,7 +53,9 @@ def test_other_methods(rotary):
     assert agrees("abf", rotary, expected("abf", rotary, base=1e6), base=1e6)
     assert agrees("lrope", rotary, expected("lrope", rotary))
     divisors = [1 + i / 3 for i in range(rotary.dim // 2)]
-    assert agrees("longrope", rotary, expected("longrope", rotary, long_factor=divisors), factor=4, long_factor=divisors)
+    assert agrees(
+        "longrope", rotary, expected("longrope", rotary, long_factor=divisors), factor=4, long_factor=divisors
+    )
 
 
 OPTION_CASES = [
@@ -136,16 +144,21 @@ def test_any_geometry(name, factor, dim, base, length):
     name=st.sampled_from([method.name for method in METHODS]),
     option=st.sampled_from([field.name for method in METHODS for field in dataclasses.fields(method)]),
     value=st.one_of(
-        st.none(), st.booleans(), st.text(max_size=3), st.floats(), st.integers(-5, 5), st.lists(st.floats(), max_size=3)
+        st.none(),
+        st.booleans(),
+        st.text(max_size=3),
+        st.floats(),
+        st.integers(-5, 5),
+        st.lists(st.floats(), max_size=3),
     ),
 )
 def test_any_option_value_is_taken_or_refused_by_name(name, option, value):
     method = registry.find_method(name)
     needed = {"factor": 4.0} if "factor" in {field.name for field in dataclasses.fields(method)} else {}
+    message = None
     try:
         made = method.from_options({**needed, option: value})
-    except (ValueError, TypeError) as error:
-        assert name in str(error)
-        assert f"`{option}`" in str(error) or "must" in str(error)
-    else:
         assert method.from_options(made.options()) == made
+    except (ValueError, TypeError) as error:
+        message = str(error)
+    assert message is None or (name in message and f"`{option}`" in message)

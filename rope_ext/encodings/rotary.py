@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -84,6 +84,18 @@ class RotaryMethod(Method):
     def extension(self) -> float:
         """Usable length over trained length."""
         return 1.0
+
+
+def divisor_lists(method: RotaryMethod, rotary: Rotary, divisors: Sequence[float]) -> dict[str, Any]:
+    """Stock ``rope_parameters`` for theta_i / divisor_i: type longrope, short = long so that stock never switches."""
+    return {
+        "rope_type": "longrope",
+        "short_factor": list(divisors),
+        "long_factor": list(divisors),
+        "factor": method.extension,
+        "attention_factor": method.attention_scaling(rotary),
+        "original_max_position_embeddings": rotary.trained_length,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +287,9 @@ class LongRope(_Scaled):
         if self.attention_factor is not None:
             return self.attention_factor
         return math.sqrt(1 + math.log(self.factor) / math.log(rotary.trained_length))
+
+    def native(self, rotary: Rotary) -> dict[str, Any]:
+        return divisor_lists(self, rotary, self.divisors(rotary))
 
 
 @dataclass(frozen=True, kw_only=True)

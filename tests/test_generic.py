@@ -1,0 +1,135 @@
+"""Other architectures through the generic adapter: they work like the hosted families, or refuse with the reason."""
+
+import pytest
+import torch
+from conftest import GENERIC, TRAINED, build, ids, logits, options
+from rope_ext.patches.rotary_module import PatchedRotary
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from rope_ext import describe, load_patched, methods, patch_model, unpatch_model
+
+
+@pytest.mark.parametrize("method", ["linear", "ntk_by_parts", "yarn", "longrope"])
+@pytest.mark.parametrize("family", GENERIC)
+def test_patches_saves_and_undoes(family, method, tmp_path):
+    model, x = build(family), ids(2 * TRAINED)
+    before = logits(model, x)
+    given = {**options(method, model), "original_max_position_embeddings": TRAINED}
+    patch_model(model, method, **given)
+    after = logits(model, x)
+    assert not torch.equal(after, before)
+    assert describe(model).stock_loadable
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path).eval(), x), after)
+    assert torch.equal(logits(load_patched(tmp_path).eval(), x), after)
+    assert torch.equal(logits(unpatch_model(model), x), before)
+
+
+LAYOUTS = {"cohere": "interleaved", "gpt_oss": "single", "llama4": None}
+
+
+@pytest.mark.parametrize("family", GENERIC)
+def test_the_layout_is_recognised(family):
+    model = patch_model(build(family), "yarn", factor=4, original_max_position_embeddings=TRAINED)
+    (rotary,) = [module for module in model.modules() if isinstance(module, PatchedRotary)]
+    assert rotary._layout == LAYOUTS.get(family, "halves")
+
+
+def test_sliding_layers_keep_their_own_table():
+    model = build("gemma3")
+    trained = {name.split(".")[-1]: table.clone() for name, table in model.named_buffers() if "inv_freq" in name}
+    patch_model(model, "yarn", factor=4)
+    host = model.model.rotary_emb.host
+    assert torch.equal(host.sliding_attention_inv_freq, trained["sliding_attention_inv_freq"])
+    assert not torch.equal(host.full_attention_inv_freq, trained["full_attention_inv_freq"])
+    assert list(describe(model).wavelengths) == ["full_attention"]
+    assert "sliding_attention layers keep" in str(describe(model))
+
+
+def test_partial_rotary_turns_a_part_of_each_head():
+    model = patch_model(build("gpt_neox"), "linear", factor=4)
+    assert len(describe(model).wavelengths["all"]) == 4  # head dimension 16, half of it rotary
+
+
+SCALED = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED, "rope_theta": 1e4},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED,
+        "rope_theta": 1e4,
+    },
+}
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_a_checkpoint_that_comes_scaled_is_extended_from_its_true_length(scaling):
+    model = build("llama", rope_parameters=SCALED[scaling], max_position_embeddings=4 * TRAINED)
+    assert describe(model).trained_length == TRAINED
+    assert describe(model).method.startswith(scaling)
+    x = ids(2 * TRAINED)
+    scaled = logits(model, x)
+    patch_model(model, "linear", factor=8)
+    report = describe(model)
+    assert (report.trained_length, report.usable_length) == (TRAINED, 8 * TRAINED)
+    assert "comes scaled" in str(report)
+    assert model.config.original_max_position_embeddings == TRAINED
+    plain = patch_model(build("llama"), "linear", factor=8)
+    assert torch.equal(logits(model, x), logits(plain, x))
+    assert torch.equal(logits(unpatch_model(model), x), scaled)
+
+
+def test_a_linear_checkpoint_must_say_its_original_length():
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    model = build("llama", rope_parameters=scaled, max_position_embeddings=4 * TRAINED)
+    before = logits(model, ids(40))
+    assert "linear" in str(describe(model))
+    with pytest.raises(ValueError, match="Pass original_max_position_embeddings"):
+        patch_model(model, "yarn", factor=4)
+    assert torch.equal(logits(model, ids(40)), before)
+    patch_model(model, "yarn", factor=8, original_max_position_embeddings=TRAINED)
+    assert describe(model).trained_length == TRAINED
+
+
+def test_phi3_takes_its_own_longrope_lists():
+    pairs = 4
+    lists = {"short_factor": [1.0] * pairs, "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, **lists}
+    model = build("phi3", rope_parameters=rope, max_position_embeddings=4 * TRAINED)
+    patch_model(model, "longrope", factor=4)
+    turned = model.model.rotary_emb.host.inv_freq * torch.tensor(lists["long_factor"])
+    assert torch.allclose(turned, 1e4 ** (-torch.arange(4) / 4.0))
+    with pytest.raises(ValueError, match="has 2 numbers, this checkpoint has 4"):
+        patch_model(model, "longrope", factor=4, long_factor=[1, 2])
+
+
+REFUSED = {
+    "phimoe": "cannot be called with positions alone",
+    "bloom": "nothing was replaced",
+    "t5gemma": "encoder-decoder",
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refusals_give_the_reason_and_leave_the_model(model_type):
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    size |= {"vocab_size": 50, "intermediate_size": 32, "num_local_experts": 2, "pad_token_id": 0, "head_dim": 16}
+    if model_type == "t5gemma":
+        nested = {name: value for name, value in size.items() if name != "num_local_experts"}
+        settings = AutoConfig.for_model("t5gemma", encoder=nested, decoder=nested, vocab_size=50)
+        model = AutoModelForSeq2SeqLM.from_config(settings)
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **size))
+    modules = {name: id(module) for name, module in model.named_modules()}
+    entries = model.config.to_dict()
+    with pytest.raises(ValueError, match=REFUSED[model_type]):
+        patch_model(model, "yarn", factor=4)
+    assert {name: id(module) for name, module in model.named_modules()} == modules
+    assert model.config.to_dict() == entries
+
+
+def test_methods_lists_what_an_architecture_hosts():
+    assert set(methods(build("llama"))) == set(methods())
+    assert methods()["yarn"].source.startswith("Peng")
