@@ -1,0 +1,125 @@
+"""The command, as a user calls it, on the small model."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import SMALL_MODEL
+
+from rope_ext.cli import main
+
+MODEL = ["--model", str(SMALL_MODEL)]
+GRID = ["--text", "noise", "--lengths", "128,256,512", "--depths", "10,50,90"]
+
+
+def test_inspect(capsys, tmp_path):
+    picture = tmp_path / "f.png"
+    assert main(["inspect", str(SMALL_MODEL), "--method", "yarn", "--factor", "2", "--plot", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    assert "trained length     256 tokens" in shown
+    assert "usable length      512 tokens" in shown
+    assert "ntk_by_parts" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_needle_unpatched_and_patched(capsys, tmp_path):
+    out = ["--out", str(tmp_path)]
+    assert main(["needle", *MODEL, *GRID, *out]) == 0
+    assert main(["needle", *MODEL, *GRID, *out, "--method", "yarn", "--factor", "2", "--option", "beta_fast=4"]) == 0
+    assert "95 % interval" in capsys.readouterr().out
+    assert len((tmp_path / "needle.jsonl").read_text().splitlines()) == 2 * 12
+    cells = list(csv.DictReader((tmp_path / "needle.csv").open()))
+    assert {cell["label"] for cell in cells} == {"yarn x2"}
+    assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_perplexity(capsys, tmp_path):
+    given = ["--text", "builtin", "--lengths", "256,512", "--bins", "4", "--out", str(tmp_path)]
+    assert main(["perplexity", *MODEL, *given]) == 0
+    assert "memory: about" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "perplexity.jsonl").read_text().splitlines()]
+    assert [row["length"] for row in rows] == [256, 512]
+    assert len(list(csv.DictReader((tmp_path / "perplexity.csv").open()))) == 8
+
+
+def test_export(capsys, tmp_path):
+    out = tmp_path / "made"
+    given = ["export", *MODEL, "--method", "yarn", "--factor", "4", "--out", str(out)]
+    assert main(given) == 0
+    assert "loads with stock transformers" in capsys.readouterr().out
+    assert json.loads((out / "config.json").read_text())["rope_parameters"]["rope_type"] == "yarn"
+    assert json.loads((out / "tokenizer_config.json").read_text())["model_max_length"] == 1024
+    assert main(given) == 1
+    assert "overwrite" in capsys.readouterr().err
+
+
+ERRORS = [
+    (["needle", "--method", "yarm", "--factor", "2"], "did you mean 'yarn'"),
+    (["needle", "--method", "yarn"], "`factor` is required"),
+    (["needle", "--factor", "2"], "need a --method"),
+    (["needle", "--model", "/no/such/folder"], "cannot load --model"),
+    (["needle", "--lengths", "20"], "leaves no room"),
+    (["needle", "--depths", "200"], "percentages"),
+    (["needle", "--text", "/no/such/text"], "text source"),
+    (["perplexity", "--text", "noise", "--lengths", "4096"], "give a longer text"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), ERRORS)
+def test_errors_are_one_sentence_and_exit_1(given, message, capsys, tmp_path):
+    model = [] if "--model" in given else MODEL
+    assert main([*given, *model, "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert error.startswith("rope-ext: error: ")
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize(
+    "given", [[], ["nothing"], ["needle", "--lengths", "a"], ["needle", "--option", "beta"], ["export"]]
+)
+def test_wrong_usage_exits_2(given):
+    with pytest.raises(SystemExit) as exit_:
+        main(given)
+    assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_stopped_run_keeps_its_rows_and_goes_on(tmp_path, how, code):
+    lengths = ",".join(str(length) for length in range(200, 500, 4))
+    command = [sys.executable, "-m", "rope_ext.cli", "needle", *MODEL, "--text", "noise", "--lengths", lengths]
+    command += ["--limit", "2", "--out", str(tmp_path)]
+    file = tmp_path / "needle.jsonl"
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ)
+    deadline = time.monotonic() + 120
+    while not (file.exists() and file.read_text().count("\n") >= 3):
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.send_signal(how)
+    _, error = running.communicate(timeout=60)
+    assert running.returncode == code
+    if how == signal.SIGINT:
+        assert error.strip().splitlines()[-1].startswith("rope-ext: interrupted. Finished rows are kept in")
+        assert "Traceback" not in error
+    kept = file.read_text().count("\n")
+    assert kept >= 3
+    short = [*command[3:-4], "--out", str(tmp_path), "--limit", "2"]
+    short[short.index("--lengths") + 1] = "200,204"
+    assert main(short) == 0
+    lines = file.read_text().splitlines()
+    assert len(lines) < kept + 24
+    assert all(json.loads(line)["key"] for line in lines)
+
+
+def test_help_of_every_command(capsys):
+    for command in ([], ["inspect"], ["needle"], ["perplexity"], ["export"], ["demo"]):
+        with pytest.raises(SystemExit) as exit_:
+            main([*command, "--help"])
+        assert exit_.value.code == 0
+    assert "--model" in capsys.readouterr().out

@@ -1,0 +1,288 @@
+"""Prompts, scores, resume. On the small trained model, so that right and wrong can be told apart."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from rope_ext import patch_model, patched, unpatch_model
+from rope_ext.evals.decoding import Prompt
+from rope_ext.evals.needle import Needle, Wording
+from rope_ext.evals.perplexity import Perplexity
+from rope_ext.evals.results import needle_cells, perplexity_bins, wilson, write_csv
+from rope_ext.evals.runner import Task, fingerprint, run
+from rope_ext.evals.scoring import token_nll
+from rope_ext.evals.text import NOISE, read_text, sentences
+
+NOISE_TEXT = " ".join(NOISE)
+
+
+@pytest.mark.parametrize("depth", [0, 33, 50, 100])
+@pytest.mark.parametrize("length", [120, 200])
+def test_f42_one_bos_an_intact_needle_and_the_true_length(small, length, depth):
+    _, tokenizer = small
+    task = Needle(NOISE_TEXT, [length], [depth])
+    prompt = task.prompt(tokenizer, length, depth)
+    assert prompt.ids.count(tokenizer.bos_token_id) == 1
+    assert prompt.ids[0] == tokenizer.bos_token_id
+    assert len(prompt.ids) + task.max_new_tokens <= length
+    assert len(prompt.ids) + task.max_new_tokens > length - 15  # at most one sentence short
+    text = tokenizer.decode(prompt.ids)
+    (place,) = [at for at in range(len(text)) if text.startswith(f"is {prompt.answer}.", at)]
+    before = text[:place].count(". ")
+    assert abs(prompt.depth - depth) < 12
+    assert (before <= 1) == (depth == 0)
+    assert text.endswith(" is")
+
+
+def test_f42_a_prompt_that_does_not_fit_is_an_error(small):
+    _, tokenizer = small
+    with pytest.raises(ValueError, match="leaves no room for a haystack: the rest takes"):
+        Needle(NOISE_TEXT, [60], [50]).prompt(tokenizer, 60, 50)
+    with pytest.raises(ValueError, match="percentages"):
+        Needle(NOISE_TEXT, [100], [150])
+
+
+def test_the_chat_template_puts_the_answer_prefix_behind_the_assistant_header(small):
+    _, tokenizer = small
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}{% if add_generation_prompt %}[reply]{% endif %}"
+    try:
+        prompt = Needle(NOISE_TEXT, [240], [50], chat=True).prompt(tokenizer, 240, 50)
+    finally:
+        tokenizer.chat_template = None
+    text = tokenizer.decode(prompt.ids, skip_special_tokens=True)
+    assert text.startswith("[user]A special magic number is hidden")
+    key = text.split("What is the special magic number for ")[1].split("?")[0]
+    assert text.endswith(f"[end][reply]The special magic number for {key} is")
+    assert prompt.ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_greedy_decoding_and_log_probability_equal_transformers(small):
+    model, tokenizer = small
+    prompt = Needle(NOISE_TEXT, [200], [30]).prompt(tokenizer, 200, 30)
+    ids = torch.tensor([prompt.ids])
+    read = Prompt(model, ids)
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    theirs = model.generate(ids, generation_config=config)[0, ids.shape[1] :].tolist()
+    assert read.greedy(12, set()) == theirs
+    with torch.no_grad():
+        table = model(torch.cat((ids, torch.tensor([prompt.answer_ids])), dim=1)).logits[0].log_softmax(-1)
+    at = range(len(prompt.ids) - 1, len(prompt.ids) - 1 + len(prompt.answer_ids))
+    expected = sum(float(table[place, token]) for place, token in zip(at, prompt.answer_ids, strict=True))
+    assert read.log_probability(prompt.answer_ids) == pytest.approx(expected, abs=1e-4)
+    assert read.greedy(12, set()) == theirs  # the prompt's cache is as it was
+    assert read.greedy(12, {theirs[3]}) == theirs[: theirs.index(theirs[3])]
+
+
+def test_a_sliding_window_cache_is_branched_too():
+    from conftest import build, ids
+
+    model, x = build("mistral_window"), ids(60)
+    read = Prompt(model, x)
+    first = read.greedy(6, set())
+    assert read.greedy(6, set()) == first
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert model.generate(x, generation_config=config)[0, 60:].tolist() == first
+
+
+def test_f43_the_output_head_sees_the_last_position_only(small):
+    model, _ = small
+    seen = []
+    handle = model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
+    x = torch.randint(3, 500, (1, 90), generator=torch.Generator().manual_seed(0))
+    read = Prompt(model, x)
+    handle.remove()
+    assert seen == [1]
+    with torch.no_grad():
+        assert (read._next[-1] - model(x).logits[0, -1]).abs().max() < 1e-4
+
+
+def test_nll_equals_the_models_own_loss(small):
+    model, _ = small
+    x = torch.randint(3, 500, (1, 700), generator=torch.Generator().manual_seed(0))
+    nll = token_nll(model, x)
+    with torch.no_grad():
+        loss = model(x, labels=x).loss
+    assert nll.shape == (699,)
+    assert float(nll.mean()) == pytest.approx(float(loss), abs=1e-4)
+    assert torch.allclose(token_nll(model, x, start=650), nll[649:], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere"])
+def test_nll_knows_soft_caps_and_logit_scales(family):
+    from conftest import build, ids
+
+    model, x = (
+        build(family, **({"logit_scale": 0.3} if family == "cohere" else {"final_logit_softcapping": 3.0})),
+        ids(50),
+    )
+    with torch.no_grad():
+        assert float(token_nll(model, x).mean()) == pytest.approx(float(model(x, labels=x).loss), abs=1e-4)
+
+
+def test_nll_refuses_what_it_does_not_know(small):
+    model, _ = small
+    plain = type(model).forward
+
+    def doubled(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = doubled.__get__(model)
+    try:
+        with pytest.raises(ValueError, match="changes its logits"):
+            token_nll(model, torch.arange(3, 40)[None])
+    finally:
+        del model.forward
+
+
+def test_sliding_perplexity_scores_every_token_once(small):
+    model, tokenizer = small
+    text = NOISE_TEXT * 40
+    length, stride, windows = 64, 16, 5
+    (row,) = run(Perplexity(text, [length], stride=stride, windows=windows), model, tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    total, count = 0.0, 0
+    for window in range(windows):
+        inside = ids[window * stride : window * stride + length - 1]
+        nll = token_nll(model, torch.tensor([[tokenizer.bos_token_id, *inside]]))
+        fresh = nll if window == 0 else nll[-stride:]
+        total, count = total + float(fresh.sum()), count + len(fresh)
+    assert row["tokens"] == count == length - 1 + (windows - 1) * stride
+    assert row["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+def test_full_perplexity_by_bin_and_prefix(small):
+    model, tokenizer = small
+    (row,) = run(Perplexity(NOISE_TEXT * 200, [600], bins=4), model, tokenizer)
+    assert row["bin_edges"] == [0, 150, 300, 450, 599]
+    mean = sum(
+        math.log(value) * (end - start)
+        for value, start, end in zip(row["bin_perplexity"], row["bin_edges"], row["bin_edges"][1:], strict=False)
+    )
+    assert math.exp(mean / 599) == pytest.approx(row["perplexity"], rel=1e-6)
+    assert list(row["prefix_perplexity"]) == ["256", "512", "599"]
+    assert row["prefix_perplexity"]["599"] == pytest.approx(row["perplexity"])
+    assert len(perplexity_bins([{**row}])) == 4
+    with pytest.raises(ValueError, match="give a longer text"):
+        run(Perplexity("Too short.", [600]), model, tokenizer)
+
+
+class Counting(Needle):
+    """Counts what is really measured, and can be interrupted."""
+
+    measured = 0
+    stop_after = math.inf
+
+    def measure(self, model, tokenizer, row):
+        if self.measured >= self.stop_after:
+            raise KeyboardInterrupt
+        self.measured += 1
+        return super().measure(model, tokenizer, row)
+
+
+def grid(**more):
+    return Counting(NOISE_TEXT, [128, 160], [0, 100], **more)
+
+
+def test_resume_measures_only_what_is_missing(small, tmp_path):
+    model, tokenizer = small
+    whole = run(grid(), model, tokenizer)
+    first = grid()
+    first.stop_after = 4
+    with pytest.raises(KeyboardInterrupt):
+        run(first, model, tokenizer, tmp_path)
+    file = tmp_path / "needle.jsonl"
+    with file.open("a") as lines:
+        lines.write('{"key": "half a li')
+    second = grid()
+    assert run(second, model, tokenizer, tmp_path) == whole
+    assert second.measured == 2
+    third = grid()
+    assert run(third, model, tokenizer, tmp_path) == whole
+    assert third.measured == 0
+    assert [json.loads(line)["task"] for line in file.read_text().splitlines()] == ["needle"] * 6
+
+
+def test_a_changed_setup_does_not_mix(small, tmp_path):
+    model, tokenizer = small
+    run(grid(), model, tokenizer, tmp_path)
+    changed = [grid(seed=1), grid(max_new_tokens=9), grid(wording=Wording(task="Read."))]
+    for task in changed:
+        run(task, model, tokenizer, tmp_path)
+        assert task.measured == len(task.rows())
+    with patched(model, "yarn", factor=2):
+        task = grid()
+        rows = run(task, model, tokenizer, tmp_path)
+        assert task.measured == 6
+        assert {row["label"] for row in rows} == {"yarn x2"}
+
+
+def test_the_fingerprint_follows_weights_and_patch(small):
+    model, _ = small
+    plain = fingerprint(model)
+    with patched(model, "yarn", factor=2):
+        assert fingerprint(model) != plain
+        two = fingerprint(model)
+    with patched(model, "yarn", factor=4):
+        assert fingerprint(model) not in (plain, two)
+    assert fingerprint(model) == plain
+    weight = model.model.norm.weight
+    with torch.no_grad():
+        kept = weight[0].item()
+        weight[0] += 1
+        assert fingerprint(model) != plain
+        weight[0] = kept
+
+
+def test_wilson_interval():
+    assert wilson(8, 10) == pytest.approx((0.4901, 0.9433), abs=1e-3)
+    assert wilson(0, 10)[0] == 0
+    assert wilson(10, 10)[1] == 1
+    assert wilson(1, 1)[0] < 0.3  # one hit of one proves little
+
+
+def test_cells_and_csv(tmp_path, small):
+    model, tokenizer = small
+    rows = run(grid(samples=2), model, tokenizer)
+    cells = needle_cells(rows)
+    assert [cell["n"] for cell in cells] == [2] * 6
+    assert {cell["depth"] for cell in cells} == {0, 100, "no needle"}
+    assert all(cell["score"] == 0 for cell in cells if cell["depth"] == "no needle")
+    write_csv(tmp_path / "cells.csv", cells)
+    header, *lines = (tmp_path / "cells.csv").read_text().splitlines()
+    assert header == "label,length,depth,n,score,low,high,answer_log_probability"
+    assert len(lines) == 6
+    assert list(tmp_path.iterdir()) == [tmp_path / "cells.csv"]
+
+
+def test_texts(tmp_path):
+    builtin = read_text()
+    assert len(builtin) > 300_000
+    parts = sentences(builtin)
+    assert all(part == " ".join(part.split()) for part in parts)
+    (tmp_path / "b.md").write_text("Second.")
+    (tmp_path / "a.txt").write_text("First.")
+    assert read_text(str(tmp_path)) == "First.\nSecond."
+    assert read_text(str(tmp_path / "a.txt")) == "First."
+    assert sentences("One. Two?  Three!\nFour 4.5 five") == ["One.", "Two?", "Three!", "Four 4.5 five"]
+    for source in ("no such thing", str(tmp_path / "empty")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match="text source"):
+            read_text(source)
+
+
+def test_every_task_is_a_task():
+    assert all(issubclass(task, Task) for task in (Needle, Perplexity))
+
+
+def test_training_mode_is_kept(small):
+    model, tokenizer = small
+    model.train()
+    run(Needle(NOISE_TEXT, [128], [50], control=False), model, tokenizer)
+    assert model.training
+    model.eval()
+    assert unpatch_model(patch_model(model, "rope")) is model
