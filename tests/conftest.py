@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -111,11 +110,12 @@ def logits(model, input_ids, **kwargs) -> torch.Tensor:
     return model(input_ids, use_cache=False, **kwargs).logits
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _quiet():
+@pytest.fixture(autouse=True)
+def _process_wide_settings():
+    """The same for every test, whatever the one before it did."""
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
     logging.disable_progress_bar()
-    transformers.logging.set_verbosity_warning()
+    logging.set_verbosity_warning()
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,8 @@ def test_f42_a_prompt_that_does_not_fit_is_an_error(small):
 
 def test_the_chat_template_puts_the_answer_prefix_behind_the_assistant_header(small):
     _, tokenizer = small
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}{% if add_generation_prompt %}[reply]{% endif %}"
+    messages = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+    tokenizer.chat_template = messages + "{% if add_generation_prompt %}[reply]{% endif %}"
     try:
         prompt = Needle(NOISE_TEXT, [240], [50], chat=True).prompt(tokenizer, 240, 50)
     finally:
