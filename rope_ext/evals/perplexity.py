@@ -93,7 +93,7 @@ class Perplexity(Task):
     def _tokens(self, tokenizer: Any, span: int, sample: int) -> Tensor:
         # a prefix of the text is enough: no tokenizer makes more than one token of a character on average
         start, need = sample * span, (sample + 1) * span
-        ids = tokenizer.encode(self.text[: 12 * need], add_special_tokens=False)
+        ids = tokenizer.encode(self.text[: 12 * need], add_special_tokens=False, verbose=False)
         if len(ids) < need:
             raise ValueError(
                 f"the text has {len(ids)} tokens, sample {sample} needs {need}; give a longer text or a shorter length."
