@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import TRAINED, build, ids, logits
-from rope_ext.patches.rotary import RotaryAdapter
 from torch import nn
 
 from rope_ext import (
@@ -23,6 +22,7 @@ from rope_ext import (
     unpatch_model,
 )
 from rope_ext.encodings.rotary import RotaryMethod, Yarn, schedule
+from rope_ext.patches.rotary import RotaryAdapter
 
 REFUSALS = [
     (("yarm", {}), ValueError, "did you mean 'yarn'"),

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from conftest import FAMILIES, TRAINED, build, ids, logits, options
-from rope_ext.patches.rotary_module import PatchedRotary
 from tolerances import LOGITS
 
 from rope_ext import load_patched, patch_model, registry, unpatch_model
+from rope_ext.patches.rotary_module import PatchedRotary
 
 METHODS = [name for name, method in registry.METHODS.items() if method.seam == "rotary"]
 LONG = 2 * TRAINED

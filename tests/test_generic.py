@@ -3,10 +3,10 @@
 import pytest
 import torch
 from conftest import GENERIC, TRAINED, build, ids, logits, options
-from rope_ext.patches.rotary_module import PatchedRotary
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from rope_ext import describe, load_patched, methods, patch_model, unpatch_model
+from rope_ext.patches.rotary_module import PatchedRotary
 
 
 @pytest.mark.parametrize("method", ["linear", "ntk_by_parts", "yarn", "longrope"])
