@@ -3,15 +3,16 @@
     python benchmarks/rotary_forward.py [--model smollm2] [--length 2048] [--rounds 9]
 
 Both models are in one process and run in turn (stock, patched, stock, ...), so a machine whose speed drifts slows both.
-Time: median of the ratios of neighbouring runs. Memory: peak of one forward in a process of its own for each side.
+Time: median of the ratios of neighbouring runs. Memory: peak of one forward in a process of its own for each side
+(read from /proc, so on Linux).
 """
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
@@ -44,6 +45,12 @@ def forward(model: PreTrainedModel, ids: torch.Tensor) -> tuple[float, torch.Ten
     return time.perf_counter() - start, logits
 
 
+def resident(name: str) -> float:
+    """MiB of this process's memory now (VmRSS) or at its peak (VmHWM)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) / 1024
+
+
 def peak_of_one_forward(side: str, name: str, length: int) -> float:
     """MiB that one forward adds on top of the loaded model."""
     command = [sys.executable, __file__, "--model", name, "--length", str(length), "--memory-of", side]
@@ -62,9 +69,10 @@ def main() -> None:
     if options.memory_of:
         model = make(options.memory_of, options.model)
         forward(model, ids[:, :16])
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far was that of loading
         forward(model, ids)
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+        print(resident("VmHWM") - before)
         return
 
     models = {side: make(side, options.model) for side in ("stock", "patched")}

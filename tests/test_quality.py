@@ -15,3 +15,11 @@ def needle(small, length, samples=4):
     """(share of answers found, mean log-probability of the answer) over three depths."""
     rows = run(Needle(TEXT, [length], [10, 50, 90], samples=samples, control=False), *small)
     return [sum(row[name] for row in rows) / len(rows) for name in ("score", "answer_log_probability")]
+
+
+def yarn(factor):
+    return patched_small("yarn", factor=factor, beta_fast=4)
+
+
+def test_inside_its_length_the_model_retrieves(small):
+    assert needle(small, TRAINED) == [1.0, pytest.approx(0, abs=0.1)]

@@ -46,7 +46,10 @@ def needle_heatmap(
         axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axis.set_yticks(range(len(depths)), [f"{depth:g} %" for depth in depths])
         axis.set_xlabel("length (tokens)")
-        axis.tick_params(length=0)
+        axis.set_xticks([edge + 0.5 for edge in range(len(lengths) - 1)], minor=True)
+        axis.set_yticks([edge + 0.5 for edge in range(len(depths) - 1)], minor=True)
+        axis.grid(which="minor", color="white", linewidth=1.5)
+        axis.tick_params(which="both", length=0)
         for spine in axis.spines.values():
             spine.set_visible(False)
     axes[0][0].set_ylabel("depth of the needle")
