@@ -127,14 +127,21 @@ def _demo(options: argparse.Namespace) -> None:
     demo(model, tokenizer, options.out, options.quick, console)
 
 
-def _run(task: Task, options: argparse.Namespace) -> tuple[list[Row], int]:
-    """(rows, trained length)."""
+def _run(task: Task, options: argparse.Namespace) -> tuple[list[Row], int | None]:
+    """(rows, trained length where it is known)."""
     encoding = _encoding(options)
     model, tokenizer = load(options.model, options.dtype, options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     console.print(f"memory: {memory.estimate(model, max(options.lengths))}", highlight=False)
     with _patched(model, encoding):
-        return run(task, model, tokenizer, options.out), describe(model).trained_length
+        return run(task, model, tokenizer, options.out), _trained_length(model)
+
+
+def _trained_length(model: PreTrainedModel) -> int | None:
+    try:
+        return describe(model).trained_length
+    except ValueError:  # an architecture without rotary positions can be evaluated, too
+        return None
 
 
 def _encoding(options: argparse.Namespace) -> Method | None:

@@ -287,3 +287,13 @@ def test_training_mode_is_kept(small):
     assert model.training
     model.eval()
     assert unpatch_model(patch_model(model, "rope")) is model
+
+
+def test_a_model_without_rotary_positions_is_evaluated_too(small):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=512)).eval()
+    rows = run(Needle(NOISE_TEXT, [128], [50], control=False), model, small[1])
+    assert [row["label"] for row in rows] == ["unpatched"]
+    (row,) = run(Perplexity(NOISE_TEXT * 20, [128]), model, small[1])
+    assert math.isfinite(row["perplexity"])

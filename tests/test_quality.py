@@ -1,8 +1,12 @@
 """Not shapes but quality, on a small model of our own (small_model/train.py) that really retrieves.
 
-Trained at 256 tokens. Its ramp is set to its size: beta_fast 32 would keep waves of up to 8 tokens only.
+It was trained at 256 tokens. YaRN's beta_fast is set to its size: the default 32 would keep waves of up to 8 tokens only.
 """
 
+import pytest
+import torch
+
+from rope_ext import patched
 from rope_ext.evals.needle import Needle
 from rope_ext.evals.runner import run
 from rope_ext.evals.text import NOISE
@@ -11,15 +15,54 @@ TEXT = " ".join(NOISE)
 TRAINED = 256
 
 
-def needle(small, length, samples=4):
-    """(share of answers found, mean log-probability of the answer) over three depths."""
-    rows = run(Needle(TEXT, [length], [10, 50, 90], samples=samples, control=False), *small)
-    return [sum(row[name] for row in rows) / len(rows) for name in ("score", "answer_log_probability")]
+def needle(small, length):
+    """(share of 24 answers found, mean log-probability of the answer)."""
+    rows = run(Needle(TEXT, [length], [10, 50, 90], samples=8, control=False), *small)
+    return tuple(sum(row[name] for row in rows) / len(rows) for name in ("score", "answer_log_probability"))
 
 
-def yarn(factor):
-    return patched_small("yarn", factor=factor, beta_fast=4)
+@pytest.fixture(scope="module")
+def unpatched(small):
+    return {length: needle(small, length) for length in (TRAINED, 2 * TRAINED, 4 * TRAINED)}
 
 
-def test_inside_its_length_the_model_retrieves(small):
-    assert needle(small, TRAINED) == [1.0, pytest.approx(0, abs=0.1)]
+def test_unpatched_it_retrieves_inside_its_length_and_fails_beyond(unpatched):
+    assert unpatched[TRAINED][0] >= 0.95
+    assert unpatched[2 * TRAINED][0] < unpatched[TRAINED][0]
+    assert unpatched[4 * TRAINED][0] < 0.25
+
+
+def test_without_a_needle_it_does_not_guess(small):
+    rows = run(Needle(TEXT, [TRAINED], [50], samples=8), *small)
+    without = [row for row in rows if row["depth"] is None]
+    assert len(without) == 8
+    assert sum(row["score"] for row in without) == 0
+
+
+@pytest.mark.parametrize("method", ["yarn", "llama3"])
+def test_scaled_it_retrieves_at_twice_its_length(small, unpatched, method):
+    options = {"beta_fast": 4} if method == "yarn" else {}
+    with patched(small[0], method, factor=2, **options):
+        score, log_probability = needle(small, 2 * TRAINED)
+        inside, _ = needle(small, TRAINED)
+    assert score >= 0.85
+    assert log_probability > unpatched[2 * TRAINED][1] + 1
+    assert inside >= 0.9
+
+
+def test_yarn_holds_up_at_four_times_its_length(small, unpatched):
+    with patched(small[0], "yarn", factor=4, beta_fast=4):
+        score, log_probability = needle(small, 4 * TRAINED)
+    assert score > unpatched[4 * TRAINED][0] + 0.25
+    assert log_probability > unpatched[4 * TRAINED][1] + 5
+
+
+def test_a_planted_fault_destroys_it(small):
+    """Twin: an inverted ramp (the fast channels interpolated, the slow ones kept) loses the needle inside, too."""
+    with patched(small[0], "yarn", factor=2, beta_fast=4) as model:
+        rotary = model.model.rotary_emb
+        right = rotary.host.inv_freq.clone()
+        plain = 10000.0 ** (-torch.arange(len(right)) / len(right))
+        rotary.host.inv_freq = plain / 2 + plain - right
+        score, _ = needle(small, TRAINED)
+    assert score < 0.2

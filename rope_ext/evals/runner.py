@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from torch import nn
 from transformers import PreTrainedModel
 
-from rope_ext.api import describe, unwrap
+from rope_ext.api import patch_of, unwrap
 
 Row = dict[str, Any]
 
@@ -82,11 +82,11 @@ def run(task: Task, model: nn.Module, tokenizer: Any, out: Path | None = None, l
 
 def setup_label(model: nn.Module) -> str:
     """A short name for how the model's positions stand: "unpatched", "yarn x2"."""
-    description = describe(model)
-    if not description.patched:
+    patch = patch_of(unwrap(model))
+    if patch is None:
         return "unpatched"
-    factor = description.options.get("factor")
-    return description.method + (f" x{factor:g}" if factor else "")
+    factor = patch.encoding.options().get("factor")
+    return patch.encoding.name + (f" x{factor:g}" if factor else "")
 
 
 def fingerprint(model: PreTrainedModel) -> str:
