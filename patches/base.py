@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rope_ext.config import Method
+from rope_ext.checkpoint import PATCHED_ENTRIES
+from rope_ext.config import FineTuning, Method
 
 ATTRIBUTE = "_rope_ext"
 """Where a patched model keeps its Patch."""
@@ -18,12 +20,16 @@ ATTRIBUTE = "_rope_ext"
 
 @dataclass
 class Swap:
-    """One module in place of another: ``parent.name`` is ``old`` before and ``new`` after."""
+    """One module in place of another: ``parent.name`` is ``old`` before and ``new`` after.
+
+    ``hand_back(old, new)`` readies ``old`` for its return: it stood aside while the model was moved.
+    """
 
     parent: nn.Module
     name: str
     old: nn.Module
     new: nn.Module
+    hand_back: Callable[[nn.Module, nn.Module], None]
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class State:
     usable_length: int
     attention_scaling: float
     channels: tuple[Channels, ...]
+    fine_tuning: FineTuning
     stock: str
     """How stock transformers expresses it, or ""."""
     notes: tuple[str, ...] = ()
@@ -53,32 +60,51 @@ class State:
 class Patch:
     """Everything that makes the difference between a model and the patched model; touches nothing until attached."""
 
+    model: PreTrainedModel
     encoding: Method
     state: State
     swaps: list[Swap]
     configs: list[tuple[PreTrainedConfig, PreTrainedConfig]]
-    """(original, patched) config objects; originals may be shared with other models and are never written to."""
+    """(original, patched) config objects; originals may be shared with other models."""
     tokenizer: Any = None
-    _tokenizer_length: int = field(default=0, init=False)
+    _tokenizer_lengths: tuple[int, int] = field(default=(0, 0), init=False)
+    _planned: list[dict[str, Any]] = field(default_factory=list, init=False)
 
-    def attach(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Put the patch into ``model``; ``root`` is the outermost wrapper (PEFT, DDP, ...) around it."""
+    def __post_init__(self) -> None:
+        self._planned = [dict(new.__dict__) for _, new in self.configs]
+
+    def attach(self, root: nn.Module) -> None:
+        """Put the patch in; ``root`` is the model or the outermost wrapper (PEFT, DDP, ...) around it."""
         for swap in self.swaps:
             setattr(swap.parent, swap.name, swap.new)
         _replace_configs(root, {id(old): new for old, new in self.configs})
-        setattr(model, ATTRIBUTE, self)
+        setattr(self.model, ATTRIBUTE, self)
         if self.tokenizer is not None:
-            self._tokenizer_length = self.tokenizer.model_max_length
-            self.tokenizer.model_max_length = max(self._tokenizer_length, self.state.usable_length)
+            before = self.tokenizer.model_max_length
+            self.tokenizer.model_max_length = max(before, self.state.usable_length)
+            self._tokenizer_lengths = before, self.tokenizer.model_max_length
 
-    def detach(self, model: PreTrainedModel, root: nn.Module) -> None:
+    def detach(self, root: nn.Module) -> None:
         """Take the patch out again: the very objects that were there before come back."""
         for swap in self.swaps:
+            swap.hand_back(swap.old, swap.new)
             setattr(swap.parent, swap.name, swap.old)
+        self._keep_edits()
         _replace_configs(root, {id(new): old for old, new in self.configs})
-        delattr(model, ATTRIBUTE)
-        if self.tokenizer is not None:
-            self.tokenizer.model_max_length = self._tokenizer_length
+        delattr(self.model, ATTRIBUTE)
+        before, extended = self._tokenizer_lengths
+        if self.tokenizer is not None and self.tokenizer.model_max_length == extended:
+            self.tokenizer.model_max_length = before
+
+    def _keep_edits(self) -> None:
+        """What was changed in the config meanwhile (a resized vocabulary, another attention) outlives the patch."""
+        for (old, new), planned in zip(self.configs, self._planned, strict=True):
+            for name, value in new.__dict__.items():
+                if value is not planned.get(name, _MISSING) and name not in (*PATCHED_ENTRIES, "rope_ext"):
+                    old.__dict__[name] = value
+
+
+_MISSING = object()
 
 
 class Adapter(ABC):

@@ -44,6 +44,7 @@ class CheckpointRope:
             )
         self.parameters: dict[str, Any] = self.original["rope_parameters"]
         self.max_length: int = self.original["max_position_embeddings"]
+        self.given_length: int | None = record["options"].get("original_max_position_embeddings") if record else None
 
     @property
     def sections(self) -> Sections:
@@ -63,6 +64,8 @@ class CheckpointRope:
         parameters = copy.deepcopy(self.parameters)
         for key, section in self.sections.items():
             kept = {name: value for name, value in section.items() if name not in SCALING_KEYS}
+            if "llama_4_scaling_beta" in section:  # attention of its own reads L0 here, whatever the scaling
+                kept["original_max_position_embeddings"] = section["original_max_position_embeddings"]
             if key is None:
                 parameters = {**kept, **changed[None]}
             else:
@@ -71,6 +74,8 @@ class CheckpointRope:
 
     def trained_length(self, section: dict[str, Any]) -> int:
         """L0 in tokens; ValueError where the config leaves it open."""
+        if self.given_length is not None:
+            return self.given_length
         rope_type = section.get("rope_type", section.get("type", "default"))
         recorded = self.original.get("original_max_position_embeddings")
         if rope_type in ("yarn", "llama3", "longrope"):
@@ -83,10 +88,11 @@ class CheckpointRope:
             )
         return int(recorded) if recorded and rope_type != "dynamic" else self.max_length
 
-    def config(self, parameters: dict[str, Any] | None = None, max_length: int | None = None) -> PreTrainedConfig:
-        """A text config of its own with these entries; by default the original ones."""
+    def config(self, parameters: dict[str, Any] | None = None) -> PreTrainedConfig:
+        """A text config of its own with these ``rope_parameters``, else the original ones, and the original length."""
         config = copy.deepcopy(self.text)
-        set_rope(config, parameters or self.parameters, max_length or self.max_length)
+        config.rope_parameters = copy.deepcopy(parameters or self.parameters)
+        config.max_position_embeddings = self.max_length
         return config
 
 
@@ -96,18 +102,14 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return text
 
 
-def set_rope(config: PreTrainedConfig, parameters: dict[str, Any], max_length: int) -> None:
-    """Write both entries into a text config."""
+def write_patch(config: PreTrainedConfig, parameters: dict[str, Any], usable: int, trained: int) -> None:
+    """Write a patch's entries into a text config; L0 beside ``rope_parameters`` whose type has no place for it."""
     config.rope_parameters = copy.deepcopy(parameters)
-    config.max_position_embeddings = max_length
-
-
-def record_trained_length(config: PreTrainedConfig, length: int) -> None:
-    """Keep L0 in its standard place, beside ``rope_parameters`` whose type has no entry for it."""
-    values = config.rope_parameters.values()
-    sections = [value for value in values if isinstance(value, dict)] or [config.rope_parameters]
-    if not any("original_max_position_embeddings" in section for section in sections):
-        config.original_max_position_embeddings = length
+    config.max_position_embeddings = usable
+    sections = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    stated = any("original_max_position_embeddings" in section for section in sections)
+    if hasattr(config, "original_max_position_embeddings") or (usable != trained and not stated):
+        config.original_max_position_embeddings = trained
 
 
 def expressions(encoding: RotaryMethod, trained: dict[str | None, Rotary]) -> Iterator[tuple[str, Sections]]:

@@ -7,30 +7,34 @@ The patched module holds one of the host's own class, built from the patched con
 from __future__ import annotations
 
 import inspect
+import math
 
 import torch
 from torch import Tensor, nn
 
 from rope_ext.config import Method
 from rope_ext.encodings.rotary import Rotary, RotaryMethod, schedule
+from rope_ext.registry import METHODS
 
 from .base import Adapter, Channels, Patch, State, Swap, copy_configs
-from .rope_config import (
-    SLIDING,
-    UNSTOCKABLE,
-    CheckpointRope,
-    expressions,
-    record_trained_length,
-    set_rope,
-    text_config,
-)
-from .rotary_module import PatchedRotary, Tables, build, build_as_stock, holds, set_table, table_of
+from .rope_config import SLIDING, UNSTOCKABLE, CheckpointRope, expressions, text_config, write_patch
+from .rotary_module import PatchedRotary, Tables, build, build_as_stock, hand_back, holds, set_table, table_of
 
 
 class RotaryAdapter(Adapter):
     """Hosts the rotary seam on every architecture whose rotary module it can rebuild and check."""
 
     seams = frozenset({"rotary"})
+
+    def refusal(self, method: type[Method]) -> str | None:
+        reason = super().refusal(method)
+        try:
+            self._modules()
+            rope = CheckpointRope(self.model.config)
+            self._trained(rope, rope.max_length)
+        except ValueError as error:
+            reason = reason or str(error)
+        return reason
 
     def plan(self, encoding: Method) -> Patch:
         if not isinstance(encoding, RotaryMethod):
@@ -45,18 +49,17 @@ class RotaryAdapter(Adapter):
 
         stock, parameters = "", rope.with_sections({key: {"rope_type": UNSTOCKABLE} for key in trained})
         for rope_type, sections in expressions(encoding, trained):
-            candidate = rope.with_sections(sections)
-            if holds(build_as_stock(kind, rope.config(candidate, usable)), tables):
-                stock, parameters = rope_type, candidate
+            candidate = rope.config()
+            write_patch(candidate, rope.with_sections(sections), usable, length)
+            if holds(build_as_stock(kind, candidate), tables):
+                stock, parameters = rope_type, candidate.rope_parameters
                 break
 
         configs = copy_configs(self.model)
         top = next(new for old, new in configs if old is self.model.config)
         for text in (text_config(new) for _, new in configs):
             if type(text) is type(rope.text):
-                set_rope(text, parameters, usable)
-                if usable != length:
-                    record_trained_length(text, length)
+                write_patch(text, parameters, usable, length)
         top.rope_ext = {**encoding.to_dict(), "original": rope.original}
 
         swaps = []
@@ -67,37 +70,54 @@ class RotaryAdapter(Adapter):
                     set_table(host, key, frequencies, scaling)
             host.config = text_config(top)  # type: ignore[assignment]
             new, device = PatchedRotary(host), next(module.buffers()).device
-            swaps.append(Swap(parent, name, module, new if device.type == "meta" else new.to(device)))
+            placed = new if device.type == "meta" else new.to(device)
+            swaps.append(Swap(parent, name, module, placed, hand_back))
         state = State(
             method=encoding.name,
             trained_length=length,
             usable_length=usable,
             attention_scaling=next(iter(tables.values()))[1],
             channels=_channels(trained, tables),
+            fine_tuning=encoding.fine_tuning,
             stock=stock,
             notes=_notes(rope),
         )
-        return Patch(encoding, state, swaps, configs)
+        return Patch(self.model, encoding, state, swaps, configs)
 
     def state(self) -> State:
         rope = CheckpointRope(self.model.config)
-        kind = type(self._modules()[0][2])
+        module = self._modules()[0][2]
+        notes = _notes(rope)
         try:
             trained = self._trained(rope, None)
-        except ValueError:  # the config leaves L0 open: patching asks for it, a report need not
+        except ValueError as error:  # the config leaves L0 open: patching asks for it, a report need not
             trained = self._trained(rope, rope.max_length)
-        now = build(kind, rope.text)
-        tables = {key: table_of(now, key) for key in trained}
+            notes += (f"the trained length is a guess: {error}",)
+        built = build(type(module), rope.text)
+        expected = {key: table_of(built, key) for key in trained}
+        tables = {key: table_of(module, key) for key in trained}
+        if any(table.is_meta for table, _ in tables.values()):
+            tables = expected
+        elif any(not torch.allclose(tables[key][0].cpu().float(), expected[key][0], rtol=0.02) for key in trained):
+            notes += ("the rotary module does not follow the config: edits of a loaded model's config change nothing",)
         key, first = next(iter(trained.items()))
         current = rope.text.rope_parameters if key is None else rope.text.rope_parameters[key]
+        length, usable = first.trained_length, rope.text.max_position_embeddings
+        if current["rope_type"] == "dynamic":
+            usable = round(length * current["factor"])
+        record = getattr(self.model.config, "rope_ext", None)
+        if record:
+            notes += (f"saved by rope_ext under {record['method']}; load_patched makes it a patch that can be undone",)
+        method = METHODS.get(record["method"] if record else current["rope_type"])
         return State(
-            method="rope" if current["rope_type"] == "default" else f"{current['rope_type']} (the checkpoint's own)",
-            trained_length=first.trained_length,
-            usable_length=max(first.trained_length, rope.text.max_position_embeddings),
+            method=record["method"] if record else current["rope_type"].replace("default", "rope"),
+            trained_length=length,
+            usable_length=max(length, usable),
             attention_scaling=float(tables[key][1]),
             channels=_channels(trained, tables),
+            fine_tuning=method.fine_tuning if record and method else "not needed",
             stock=current["rope_type"],
-            notes=_notes(rope),
+            notes=notes,
         )
 
     def _modules(self) -> list[tuple[nn.Module, str, nn.Module]]:
@@ -105,6 +125,8 @@ class RotaryAdapter(Adapter):
         kind, text = self.model.config.model_type, text_config(self.model.config)
         if getattr(self.model.config, "is_encoder_decoder", False):
             raise ValueError(f"{kind} is an encoder-decoder; rotary encodings are hosted on single-stack models only.")
+        if getattr(text, "alibi", False):
+            raise ValueError(f"{kind}: this checkpoint uses ALiBi; its rotary module is not called (config.alibi).")
         found = []
         for path, module in self.model.named_modules():
             tables = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
@@ -141,7 +163,7 @@ class RotaryAdapter(Adapter):
             dim = 2 * table.numel()
             if dim < 4:
                 raise ValueError(f"rotary dimension {dim} is too small: the methods need at least 2 channel pairs.")
-            if not torch.allclose(table, schedule(dim, base), rtol=1e-5):
+            if table.shape != (dim // 2,) or not torch.allclose(table, schedule(dim, base), rtol=1e-5):
                 raise ValueError(
                     f"{kind.__name__} does not rotate with base^(-2i/d) (base {base:g}, d {dim}): "
                     "its frequencies cannot be rescaled by these methods."
@@ -156,6 +178,8 @@ def _table(encoding: RotaryMethod, rotary: Rotary) -> tuple[Tensor, float]:
     shape = (rotary.dim // 2,)
     if tuple(frequencies.shape) != shape or not torch.isfinite(frequencies).all() or (frequencies < 0).any():
         raise ValueError(f"{encoding.name}.frequencies must return {shape} finite numbers >= 0, got {frequencies!r}.")
+    if not (math.isfinite(scaling) and scaling > 0):
+        raise ValueError(f"{encoding.name}.attention_scaling must return a finite number > 0, got {scaling!r}.")
     return frequencies.detach().to(device="cpu", dtype=torch.float32), scaling
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,8 @@ class PatchedRotary(nn.Module):
     """A host's rotary module with other frequencies.
 
     ``forward(x, position_ids, layer_type=None)`` returns what the host's own module returns: in the usual layouts cos
-    and sin of shape (batch, length, rotary_dim), a pure function of ``position_ids`` in tokens. Tables are fp32 and
-    come back after every cast, move or ``to_empty``.
+    and sin of shape (batch, length, rotary_dim), a pure function of ``position_ids`` in tokens; otherwise (complex,
+    multi-axis) the host's own forward is called. Tables are fp32 and come back after every cast, move or ``to_empty``.
     """
 
     def __init__(self, host: nn.Module) -> None:
@@ -34,24 +35,50 @@ class PatchedRotary(nn.Module):
         # transformers' length-dependent updates write into the module during forward; nothing here depends on length
         kinds = dict.fromkeys(layer_types(host), "default")
         host.rope_type = "default" if None in kinds else kinds  # type: ignore[assignment]
-        self.host = host
-        self._tables = {name: table.detach().cpu().clone() for name, table in host.named_buffers()}
         self._layout, self._output_dtype = _probe(host)
+        self._tables = {name: table.detach().cpu().float().clone() for name, table in host.named_buffers()}
+        for name in self._tables:
+            self.register_buffer(name, None, persistent=False)
+        # in a tuple, outside the module tree: transformers re-initialises rotary modules that it finds by their class
+        self._host = (host,)
+        self._place(torch.device("cpu"))
+
+    def _place(self, device: torch.device) -> None:
+        for name, table in self._tables.items():
+            placed = table.to(device)
+            setattr(self, name, placed)
+            setattr(self._host[0], name, placed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PatchedRotary:
         super()._apply(fn, recurse)
-        for name, table in self._tables.items():
-            setattr(self.host, name, table.to(getattr(self.host, name).device))
+        self._place(next(self.buffers()).device)
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # what else the model reads from its rotary module
+            if "_host" not in self.__dict__:
+                raise
+            return getattr(self._host[0], name)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         if self._layout is None:
-            return self.host(x, position_ids=position_ids, **({"layer_type": layer_type} if layer_type else {}))
-        frequencies, scaling = table_of(self.host, layer_type)
+            return self._host[0](x, position_ids=position_ids, **({"layer_type": layer_type} if layer_type else {}))
+        frequencies, scaling = table_of(self, layer_type)
         # elementwise: a matmul here would be rounded by autocast and by set_float32_matmul_precision
         angles = LAYOUTS[self._layout](position_ids[..., None].float() * frequencies.to(x.device))
         dtype = self._output_dtype or x.dtype
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+def hand_back(original: nn.Module, stand_in: nn.Module) -> None:
+    """Bring a module that was set aside to where its stand-in went meanwhile (device; real storage from meta)."""
+    if any(table.is_meta for table in original.buffers()):
+        fresh = build(type(original), original.config)  # type: ignore[arg-type]
+        for name, table in fresh.named_buffers():
+            setattr(original, name, table)
+    original.to(next(stand_in.buffers()).device)
 
 
 def build(kind: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
@@ -60,17 +87,21 @@ def build(kind: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
         return kind(config)
 
 
+_QUIET = threading.Lock()
+
+
 def build_as_stock(kind: type[nn.Module], config: PreTrainedConfig) -> nn.Module | None:
     """What a process without rope_ext builds after loading this config from disk; None if it cannot."""
     logger = logging.getLogger("transformers.modeling_rope_utils")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        return build(kind, type(config).from_dict(config.to_dict()))
-    except Exception:  # whatever stock raises, it cannot load this config
-        return None
-    finally:
-        logger.setLevel(level)
+    with _QUIET:
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)
+        try:
+            return build(kind, type(config).from_dict(config.to_dict()))
+        except Exception:  # whatever stock raises, it cannot load this config
+            return None
+        finally:
+            logger.setLevel(level)
 
 
 def layer_types(host: nn.Module) -> list[str | None]:
@@ -80,7 +111,7 @@ def layer_types(host: nn.Module) -> list[str | None]:
 
 
 def table_of(host: nn.Module, layer_type: str | None) -> tuple[Tensor, float]:
-    """(frequencies, factor of cos and sin) as the host holds them."""
+    """(frequencies, factor of cos and sin) as the module holds them."""
     inv_freq, attention_scaling = _attributes(layer_type)
     return getattr(host, inv_freq), getattr(host, attention_scaling)
 
@@ -98,7 +129,9 @@ def holds(host: nn.Module | None, tables: Tables) -> bool:
         return False
     for layer_type, (frequencies, scaling) in tables.items():
         found, factor = table_of(host, layer_type)
-        if not torch.allclose(found, frequencies, rtol=1e-6, atol=1e-20) or abs(factor - scaling) > 1e-12 * scaling:
+        if found.shape != frequencies.shape or not torch.allclose(found, frequencies, rtol=1e-6, atol=1e-20):
+            return False
+        if abs(factor - scaling) > 1e-12 * scaling:
             return False
     return True
 
@@ -115,10 +148,12 @@ def _probe(host: nn.Module) -> tuple[str | None, torch.dtype | None]:
     """
     layer_type = layer_types(host)[0]
     positions = torch.arange(8, device="cpu")[None]
+    multi_axis = hasattr(host, "mrope_section")
 
     def call(dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
         x = torch.zeros(1, 1, 1, dtype=dtype, device="cpu")
-        output = host(x, position_ids=positions, **({"layer_type": layer_type} if layer_type else {}))
+        given = positions.expand(3, 1, 8) if multi_axis else positions
+        output = host(x, position_ids=given, **({"layer_type": layer_type} if layer_type else {}))
         return output if isinstance(output, tuple) else (output,)
 
     try:
@@ -137,5 +172,5 @@ def _probe(host: nn.Module) -> tuple[str | None, torch.dtype | None]:
         wanted = (layout(angles).cos() * scaling, layout(angles).sin() * scaling)
         same_shape = [part.shape for part in output] == [part.shape for part in wanted]
         if same_shape and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(output, wanted, strict=True)):
-            return name, fixed[0] if fixed else None
+            return (None if multi_axis else name), (fixed[0] if fixed else None)
     return None, None

@@ -29,7 +29,8 @@ def patch_model(model: Model, method: str | Method, *, tokenizer: Any = None, **
 
     Args:
         model: a transformers model, or a PEFT, DDP or ``torch.compile`` wrapper around one.
-        method: a method's name (see :func:`methods`) or an encoding object such as ``Yarn(factor=4)``.
+        method: a method's name (see :func:`methods`), or an encoding object such as
+            ``rope_ext.encodings.rotary.Yarn(factor=4)``.
         tokenizer: its ``model_max_length`` follows the new usable length (tokens), and goes back on unpatching.
         **options: the method's options, for example ``factor=4``.
 
@@ -41,29 +42,32 @@ def patch_model(model: Model, method: str | Method, *, tokenizer: Any = None, **
         TypeError: a value of the wrong type, or something that is not a transformers model.
     """
     encoding = _encoding(method, options)
+    if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
+        raise TypeError(f"`tokenizer` must be a transformers tokenizer, got {type(tokenizer).__name__}.")
     inner = unwrap(model)
     current = patch_of(inner)
     if current is not None:
-        current.detach(inner, model)
+        current.detach(model)
     try:
         adapter = find_adapter(inner)
         refusal = adapter.refusal(type(encoding))
         if refusal:
-            raise ValueError(f"method {encoding.name!r}: {refusal}. It hosts: {', '.join(_hosted(inner)) or 'none'}.")
+            hosted = ", ".join(_hosted(inner)) or "none"
+            raise ValueError(f"method {encoding.name!r}: {refusal.rstrip('.')}. Methods that it hosts: {hosted}.")
         patch = adapter.plan(encoding)
     except BaseException:
         if current is not None:
-            current.attach(inner, model)
+            current.attach(model)
         raise
-    patch.tokenizer = tokenizer
-    patch.attach(inner, model)
+    patch.tokenizer = current.tokenizer if tokenizer is None and current is not None else tokenizer
+    patch.attach(model)
     return model
 
 
 def unpatch_model(model: Model) -> Model:
     """Take the patch out: modules, config and outputs are what they were, bit for bit.
 
-    Changes made to ``model.config`` while it was patched go with the patched config.
+    What was changed in ``model.config`` meanwhile (a resized vocabulary, another attention implementation) stays.
 
     Raises:
         ValueError: the model is not patched.
@@ -72,7 +76,7 @@ def unpatch_model(model: Model) -> Model:
     patch = patch_of(inner)
     if patch is None:
         raise ValueError(f"{type(inner).__name__} is not patched: there is nothing to undo.")
-    patch.detach(inner, model)
+    patch.detach(model)
     return model
 
 
@@ -87,9 +91,9 @@ def patched(model: Model, method: str | Method, **options: Any) -> Iterator[Mode
     finally:
         during = patch_of(inner)
         if during is not None:
-            during.detach(inner, model)
+            during.detach(model)
         if before is not None:
-            before.attach(inner, model)
+            before.attach(model)
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,8 @@ class Description:
 def describe(model: nn.Module, length: int | None = None) -> Description:
     """How a model's positions stand: method, lengths, wavelengths, what training never showed it.
 
+    An unpatched model is described by the tables it holds; ``method`` is then "rope" or the ``rope_type`` it came with.
+
     Args:
         model: a transformers model (or wrapper), patched or not; one on the meta device will do.
         length: tokens at which ``outside_trained_range`` is judged; by default the usable length.
@@ -147,7 +153,12 @@ def describe(model: nn.Module, length: int | None = None) -> Description:
     inner = unwrap(model)
     patch = patch_of(inner)
     state: State = patch.state if patch else find_adapter(inner).state()
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+        raise ValueError(f"`length` must be a whole number of tokens >= 1, got {length!r}.")
     reach = length or state.usable_length
+    notes = state.notes
+    if patch is not None and patch.model is not inner:
+        notes += (f"patched through its inner {type(patch.model).__name__}: patch the whole model to save it right",)
     return Description(
         model_type=inner.config.model_type,
         method=state.method,
@@ -164,10 +175,10 @@ def describe(model: nn.Module, length: int | None = None) -> Description:
             table.layer_type or "all": _outside(table.trained, table.current, state.trained_length, reach)
             for table in state.channels
         },
-        fine_tuning=patch.encoding.fine_tuning if patch else "not needed",
+        fine_tuning=state.fine_tuning,
         stock_loadable=bool(state.stock),
         stock_type=state.stock,
-        notes=state.notes,
+        notes=notes,
     )
 
 
@@ -214,8 +225,9 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
 
 def patch_of(model: PreTrainedModel) -> Patch | None:
-    """The patch in force, if any."""
-    patch: Patch | None = model.__dict__.get("_rope_ext")
+    """The patch in force, if any: of the model, or of a model inside it (the base model of a causal LM)."""
+    found = (module.__dict__.get("_rope_ext") for module in model.modules())
+    patch: Patch | None = next((patch for patch in found if patch is not None), None)
     return patch
 
 

@@ -16,8 +16,10 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from rope_ext.api import patch_model, patch_of, unwrap
+from rope_ext.config import Method
 from rope_ext.registry import find_method
 
 PATCHED_ENTRIES = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
@@ -37,24 +39,51 @@ def load_patched(path: str | Path, model_class: type[PreTrainedModel] | None = N
     Raises:
         ValueError: the checkpoint has no record of a patch.
     """
-    config = AutoConfig.from_pretrained(path)
-    record = _record_of(config, str(path))
-    restore_original(config)
+    where = {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS}
+    config = AutoConfig.from_pretrained(path, **where)
+    encoding = take_record(config, str(path))
     named = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
     model: PreTrainedModel = (model_class or named).from_pretrained(path, config=config, **kwargs)
-    return patch_model(model, find_method(record["method"]).from_options(record["options"]))
+    return patch_model(model, encoding)
 
 
-def restore_original(config: PreTrainedConfig) -> None:
-    """Write back the entries a patch had changed in a loaded config, and drop its record."""
-    original = config.rope_ext["original"]
+_HUB_ARGUMENTS = (
+    "revision",
+    "subfolder",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "force_download",
+    "trust_remote_code",
+)
+
+
+def take_record(config: PreTrainedConfig, where: str) -> Method:
+    """Turn a patched config into the original one, in place; returns the encoding it was patched with.
+
+    Raises:
+        ValueError: the config has no record of a patch.
+    """
+    record = getattr(config, "rope_ext", None)
+    if not record:
+        raise ValueError(
+            f"{where} has no `rope_ext` entry in its config, so it was not saved from a patched model; "
+            "load it with from_pretrained and call patch_model."
+        )
+    if _release(record["version"]) > _release(version("rope_ext")):
+        warnings.warn(
+            f"{where} was saved with rope_ext {record['version']}, this is {version('rope_ext')}; consider an update.",
+            stacklevel=3,
+        )
+    encoding = find_method(record["method"]).from_options(record["options"])
     text = config.get_text_config(decoder=True)
     for name in PATCHED_ENTRIES:
-        if name in original:
-            setattr(text, name, original[name])
+        if name in record["original"]:
+            setattr(text, name, record["original"][name])
         elif hasattr(text, name):
             delattr(text, name)
     del config.rope_ext
+    return encoding
 
 
 @dataclass(frozen=True)
@@ -76,22 +105,32 @@ def export(model: nn.Module, path: str | Path, tokenizer: Any = None, *, overwri
         model: patched or not. A PEFT model must be merged first (``merge_and_unload``).
         path: the folder to make.
         tokenizer: written beside the model if given.
-        overwrite: replace an existing folder.
+        overwrite: replace an existing checkpoint folder.
 
     Raises:
-        ValueError: the folder exists, or adapters are not merged.
+        ValueError: the path is taken (with ``overwrite``: by something else than a checkpoint), or adapters are not
+            merged.
     """
-    target = Path(path)
-    if hasattr(model, "peft_config"):
+    target = Path(path).resolve()
+    inner = unwrap(model)
+    if any(".base_layer." in key for key in inner.state_dict()):
         raise ValueError("export: the model carries PEFT adapters; merge them first: model = model.merge_and_unload().")
     if target.exists() and not overwrite:
         raise ValueError(f"export: {target} exists; pass overwrite=True to replace it, or choose another path.")
-    inner = unwrap(model)
-    patch = patch_of(inner)
-    with _whole_folder(target) as folder:
+    if target.exists() and not (target.is_dir() and ((target / "config.json").exists() or not any(target.iterdir()))):
+        raise ValueError(f"export: {target} is neither a checkpoint folder nor empty; it is not replaced.")
+    if target in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(f"export: {target} is, or holds, the current directory; choose another path.")
+    with _scratch_beside(target) as folder:
         inner.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        aside = folder.with_name(folder.name + ".old")
+        if target.exists():
+            target.rename(aside)
+        folder.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+    patch = patch_of(inner)
     if patch is None:
         return Export(target, True, "saved unpatched; loads with stock transformers")
     if patch.state.stock:
@@ -116,11 +155,16 @@ def save_adapter(model: nn.Module, path: str | Path, **kwargs: Any) -> None:
     patch = patch_of(unwrap(model))
     if patch is None:
         raise ValueError("save_adapter: the base model is not patched; save the adapter with model.save_pretrained.")
-    with _whole_folder(Path(path)) as folder:
+    target = Path(path).resolve()
+    with _scratch_beside(target) as folder:
         model.save_pretrained(str(folder), **kwargs)  # type: ignore[operator]
         for file in folder.rglob(ADAPTER_CONFIG):
             entries = json.loads(file.read_text())
             file.write_text(json.dumps({**entries, "rope_ext": patch.encoding.to_dict()}, indent=2))
+        for file in [found for found in folder.rglob("*") if found.is_file()]:
+            place = target / file.relative_to(folder)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(place)
 
 
 def load_adapter(model: PreTrainedModel, path: str | Path, **kwargs: Any) -> Any:
@@ -131,7 +175,7 @@ def load_adapter(model: PreTrainedModel, path: str | Path, **kwargs: Any) -> Any
     """
     from peft import PeftModel
 
-    record = json.loads((Path(path) / ADAPTER_CONFIG).read_text()).get("rope_ext")
+    record = json.loads(Path(str(cached_file(str(path), ADAPTER_CONFIG))).read_text()).get("rope_ext")
     if record is None:
         raise ValueError(f"{path} has no record of a position encoding; load it with PeftModel.from_pretrained.")
     patch = patch_of(unwrap(model))
@@ -147,35 +191,17 @@ def load_adapter(model: PreTrainedModel, path: str | Path, **kwargs: Any) -> Any
         return PeftModel.from_pretrained(model, str(path), **kwargs)
 
 
-def _record_of(config: PreTrainedConfig, where: str) -> dict[str, Any]:
-    record: dict[str, Any] | None = getattr(config, "rope_ext", None)
-    if not record:
-        raise ValueError(
-            f"{where} has no `rope_ext` entry in its config, so it was not saved from a patched model; "
-            "load it with from_pretrained and call patch_model."
-        )
-    if _release(record["version"]) > _release(version("rope_ext")):
-        warnings.warn(
-            f"{where} was saved with rope_ext {record['version']}, this is {version('rope_ext')}; consider an update.",
-            stacklevel=3,
-        )
-    return record
-
-
 def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:2])
 
 
 @contextmanager
-def _whole_folder(target: Path) -> Iterator[Path]:
-    """A scratch folder beside ``target`` that takes its place when the block ends well, and vanishes if not."""
+def _scratch_beside(target: Path) -> Iterator[Path]:
+    """An empty folder next to ``target``, gone afterwards unless it was renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    scratch.chmod(0o755)
     try:
         yield scratch
-        scratch.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

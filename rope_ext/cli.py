@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,13 +17,13 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from rope_ext.api import describe, methods, patched
-from rope_ext.checkpoint import export
+from rope_ext.api import describe, methods, patch_model, patched
+from rope_ext.checkpoint import export, take_record
 from rope_ext.config import Method
 from rope_ext.evals import memory, plots, results
 from rope_ext.evals.needle import Needle
 from rope_ext.evals.perplexity import Perplexity
-from rope_ext.evals.runner import Row, Task, run
+from rope_ext.evals.runner import Row, Task, comparable, run
 from rope_ext.evals.text import read_text
 from rope_ext.models import SMOLLM2, load, smollm2
 from rope_ext.registry import find_method
@@ -31,28 +32,39 @@ console = Console()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted."""
+    """Run one command. Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted.
+
+    Errors are one line; ``ROPE_EXT_TRACEBACK=1`` shows where they come from.
+    """
     options = _parser().parse_args(arguments)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     command: Callable[[argparse.Namespace], None] = options.command
     try:
         command(options)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"rope-ext: error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
-        kept = f" Finished rows are kept in {options.out}; the same command goes on from there." if options.out else ""
-        print(f"rope-ext: interrupted.{kept}", file=sys.stderr)
+        kept = f" Finished rows are kept in {options.out}; the same command goes on from there."
+        print(f"rope-ext: interrupted.{kept if options.resumes else ''}", file=sys.stderr)
         return 130
+    except Exception as error:
+        if os.environ.get("ROPE_EXT_TRACEBACK"):
+            raise
+        refused = isinstance(error, (ValueError, TypeError, OSError, ImportError))
+        message = " ".join(f"{'' if refused else type(error).__name__ + ': '}{error}".split())
+        print(f"rope-ext: error: {message}", file=sys.stderr)
+        return 1
     return 0
 
 
 def _inspect(options: argparse.Namespace) -> None:
     encoding = _encoding(options)
     path = str(smollm2()) if options.model == SMOLLM2 else options.model
+    config = AutoConfig.from_pretrained(path)
+    saved = take_record(config, path) if getattr(config, "rope_ext", None) else None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        model = AutoModelForCausalLM.from_config(config)
+    if saved is not None:
+        patch_model(model, saved)
     before = describe(model, length=options.length)
     console.print(str(before), highlight=False)
     descriptions = {"as loaded": before}
@@ -80,12 +92,11 @@ def _perplexity(options: argparse.Namespace) -> None:
         windows=options.windows,
         samples=options.limit,
     )
-    rows, trained = _run(task, options)
-    bins = results.perplexity_bins(rows)
-    results.write_csv(options.out / "perplexity.csv", bins)
-    plots.save(plots.perplexity_plot(rows, trained), options.out / "perplexity.png")
+    rows, every, trained = _run(task, options)
+    results.write_csv(options.out / "perplexity.csv", results.perplexity_bins(every))
+    plots.save(plots.perplexity_plot(every, trained), options.out / "perplexity.png")
     table = Table("length", "tokens", "perplexity", title=f"Perplexity, {rows[0]['label']}", title_justify="left")
-    for row in bins:
+    for row in results.perplexity_bins(rows):
         table.add_row(f"{row['length']:,}", f"{row['start']:,} - {row['end']:,}", f"{row['perplexity']:.3f}")
     console.print(table, f"wrote {options.out}/perplexity.jsonl, .csv, .png")
 
@@ -99,13 +110,12 @@ def _needle(options: argparse.Namespace) -> None:
         seed=options.seed,
         chat=options.chat,
     )
-    rows, trained = _run(task, options)
-    cells = results.needle_cells(rows)
-    results.write_csv(options.out / "needle.csv", cells)
-    plots.save(plots.needle_heatmap(rows, trained), options.out / "needle.png")
+    rows, every, trained = _run(task, options)
+    results.write_csv(options.out / "needle.csv", results.needle_cells(every))
+    plots.save(plots.needle_heatmap(every, trained), options.out / "needle.png")
     title = f"Needle, {rows[0]['label']}"
     table = Table("length", "depth %", "n", "score", "95 % interval", "log p", title=title, title_justify="left")
-    for cell in cells:
+    for cell in results.needle_cells(rows):
         interval, log_p = f"{cell['low']:.2f} - {cell['high']:.2f}", f"{cell['answer_log_probability']:.2f}"
         row = f"{cell['length']:,}", str(cell["depth"]), str(cell["n"]), f"{cell['score']:.2f}", interval, log_p
         table.add_row(*row)
@@ -127,14 +137,15 @@ def _demo(options: argparse.Namespace) -> None:
     demo(model, tokenizer, options.out, options.quick, console)
 
 
-def _run(task: Task, options: argparse.Namespace) -> tuple[list[Row], int | None]:
-    """(rows, trained length where it is known)."""
+def _run(task: Task, options: argparse.Namespace) -> tuple[list[Row], list[Row], int | None]:
+    """(this run's rows, all comparable rows in the folder, trained length where it is known)."""
     encoding = _encoding(options)
     model, tokenizer = load(options.model, options.dtype, options.device)
     options.out.mkdir(parents=True, exist_ok=True)
-    console.print(f"memory: {memory.estimate(model, max(options.lengths))}", highlight=False)
+    console.print(f"memory: {memory.check(model, max(options.lengths))}", highlight=False)
     with _patched(model, encoding):
-        return run(task, model, tokenizer, options.out), _trained_length(model)
+        rows = run(task, model, tokenizer, options.out)
+        return rows, comparable(task, tokenizer, model, options.out), _trained_length(model)
 
 
 def _trained_length(model: PreTrainedModel) -> int | None:
@@ -148,6 +159,8 @@ def _encoding(options: argparse.Namespace) -> Method | None:
     """What --method, --factor and --option ask for; checked before any model is loaded."""
     given = dict(options.option or [])
     if options.factor is not None:
+        if "factor" in given:
+            raise ValueError(f"--factor {options.factor:g} and --option factor={given['factor']} are both given.")
         given["factor"] = options.factor
     if options.method is not None:
         return find_method(options.method).from_options(given)
@@ -185,8 +198,6 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("model", metavar="MODEL", help=f"folder, Hub id, or {SMOLLM2}; weights are not loaded")
     inspect.add_argument("--length", type=int, help="tokens at which channels are judged; default: the usable length")
     inspect.add_argument("--plot", type=Path, metavar="PNG", help="draw the wavelength of each channel pair")
-    inspect.set_defaults(out=None)
-
     perplexity = _command(commands, "perplexity", _perplexity, "perplexity of a long text", model, method, task)
     perplexity.add_argument("--bins", type=int, default=8, help="position bins of one forward")
     perplexity.add_argument("--stride", type=int, help="sliding windows of this stride instead of one forward")
@@ -210,7 +221,7 @@ def _command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], None], help_: str, *parents: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help_, description=help_, parents=list(parents))
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, resumes=name in ("perplexity", "needle", "demo"))
     return parser
 
 

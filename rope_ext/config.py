@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
 from importlib.metadata import version
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, TypeVar
 
 FineTuning = Literal["not needed", "recommended", "required"]
@@ -35,10 +36,9 @@ class Method:
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            if value is not None or spec.default is not None:
-                checked = spec.metadata["check"](f"{self.name}: option `{spec.name}`", value)
-                object.__setattr__(self, spec.name, checked)
+            value, check = getattr(self, spec.name), spec.metadata.get("check")
+            if check is not None and (value is not None or spec.default is not None):
+                object.__setattr__(self, spec.name, check(f"{self.name}: option `{spec.name}`", value))
 
     @classmethod
     def from_options(cls: type[M], options: Mapping[str, Any]) -> M:
@@ -81,11 +81,12 @@ def number(
     allowed = "a finite number" + (f" {' and '.join(bounds)}" if bounds else "")
 
     def check(label: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{label} must be {allowed}, got {value!r} of type {type(value).__name__}.")
-        if not (math.isfinite(value) and at_least <= value <= at_most and value > above):
+        converted = _finite(value)
+        if converted is None or not (at_least <= converted <= at_most and above < converted):
             raise ValueError(f"{label} must be {allowed}, got {value!r}.")
-        return float(value)
+        return converted
 
     return _option(default, check)
 
@@ -94,11 +95,11 @@ def integer(default: Any = MISSING, *, at_least: int = 1) -> Any:
     """An option that takes a whole number."""
 
     def check(label: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{label} must be a whole number, got {value!r} of type {type(value).__name__}.")
         if value < at_least:
             raise ValueError(f"{label} must be a whole number >= {at_least}, got {value!r}.")
-        return value
+        return int(value)
 
     return _option(default, check)
 
@@ -121,13 +122,21 @@ def numbers(default: Any = MISSING) -> Any:
         if not isinstance(value, (list, tuple)) or not value:
             raise TypeError(f"{label} must be a list of positive numbers, got {value!r}.")
         for item in value:
-            if isinstance(item, bool) or not isinstance(item, (int, float)):
+            if isinstance(item, bool) or not isinstance(item, Real):
                 raise TypeError(f"{label} must hold numbers only, got {item!r}.")
-            if not (math.isfinite(item) and item > 0):
+            if (_finite(item) or 0) <= 0:
                 raise ValueError(f"{label} must hold positive finite numbers only, got {item!r}.")
         return tuple(float(item) for item in value)
 
     return _option(default, check)
+
+
+def _finite(value: Any) -> float | None:
+    try:
+        converted = float(value)
+    except OverflowError:
+        return None
+    return converted if math.isfinite(converted) else None
 
 
 def _option(default: Any, check: Callable[[str, Any], Any]) -> Any:

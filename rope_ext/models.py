@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rope_ext.checkpoint import load_patched
@@ -35,17 +36,27 @@ def load(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Pre
     Raises:
         ValueError: nothing loadable under that name.
     """
+    target = _device(device)
     path = str(smollm2()) if name == SMOLLM2 else name
     try:
         config = AutoConfig.from_pretrained(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
         loader = load_patched if getattr(config, "rope_ext", None) else AutoModelForCausalLM.from_pretrained
         model: PreTrainedModel = loader(path, dtype=dtype)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot load --model {name!r}: {first_line}") from error
-    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(target).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ValueError(f"cannot use --device {name!r}: {first_line}") from error
+    return device
 
 
 def cache_folder() -> Path:

@@ -55,8 +55,11 @@ def register_adapter(adapter: type[Adapter]) -> type[Adapter]:
     """Add an adapter for each of its ``model_types``; usable as a class decorator.
 
     Raises:
+        TypeError: not an adapter class.
         ValueError: it names no model type, or one that is taken.
     """
+    if not (isinstance(adapter, type) and hasattr(adapter, "plan")):
+        raise TypeError(f"register_adapter takes a class derived from Adapter or RotaryAdapter, got {adapter!r}.")
     if not adapter.model_types:
         raise ValueError(f"{adapter.__name__}.model_types is empty; name the config.model_type it is for.")
     for model_type in adapter.model_types:

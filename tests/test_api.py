@@ -27,9 +27,12 @@ from rope_ext.patches.rotary import RotaryAdapter
 REFUSALS = [
     (("yarm", {}), ValueError, "did you mean 'yarn'"),
     (("yarn", {}), ValueError, "`factor` is required"),
-    (("yarn", {"factor": 0.5}), ValueError, ">= 1, got 0.5"),
+    (("yarn", {"factor": 0.5}), ValueError, ">= 1 and <= 1e.06, got 0.5"),
     (("yarn", {"factor": float("nan")}), ValueError, "got nan"),
     (("yarn", {"factor": float("inf")}), ValueError, "got inf"),
+    (("yarn", {"factor": 10**400}), ValueError, "<= 1e.06"),
+    (("ntk", {"factor": 1e300}), ValueError, "<= 1e.06"),
+    (("longrope", {"factor": 2, "original_max_position_embeddings": 1}), ValueError, ">= 2"),
     (("yarn", {"factor": True}), TypeError, "got True of type bool"),
     (("yarn", {"factor": "4"}), TypeError, "got '4' of type str"),
     (("yarn", {"factor": None}), TypeError, "got None"),
@@ -220,3 +223,157 @@ def test_a_newer_record_is_pointed_out(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"saved with rope_ext 999\.0"):
         load_patched(tmp_path)
+
+
+def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path, monkeypatch):
+    model = patch_model(build("llama"), "yarn", factor=4)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not replaced"):
+        export(model, tmp_path / "mine", overwrite=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="not replaced"):
+        export(model, tmp_path / "file", overwrite=True)
+    export(model, tmp_path / "made")
+    monkeypatch.chdir(tmp_path / "made")
+    with pytest.raises(ValueError, match="current directory"):
+        export(model, ".", overwrite=True)
+    monkeypatch.chdir(tmp_path)
+    assert export(model, "made", overwrite=True).path == tmp_path / "made"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "made", "mine"]
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_saving_an_adapter_adds_to_the_folder(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(patch_model(build("llama"), "yarn", factor=4), LoraConfig(r=2, target_modules=["q_proj"]))
+    (tmp_path / "optimizer.pt").write_text("state")
+    save_adapter(model, tmp_path)
+    assert (tmp_path / "optimizer.pt").read_text() == "state"
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert not [path for path in tmp_path.parent.iterdir() if path.name.startswith(f".{tmp_path.name}")]
+    with pytest.raises(ValueError, match="merge them first"):
+        export(nn.DataParallel(model), tmp_path / "made")
+
+
+def test_a_wrong_tokenizer_is_refused_before_anything_changes():
+    model, x = build("llama"), ids(40)
+    before = logits(model, x)
+    with pytest.raises(TypeError, match="`tokenizer` must be"):
+        patch_model(model, "yarn", factor=4, tokenizer="tok")
+    assert torch.equal(logits(model, x), before)
+
+
+def test_the_tokenizer_follows_a_replaced_patch(small):
+    tokenizer = copy.deepcopy(small[1])
+    tokenizer.model_max_length = TRAINED
+    model = patch_model(build("llama"), "yarn", factor=2, tokenizer=tokenizer)
+    patch_model(model, "yarn", factor=4)
+    assert tokenizer.model_max_length == 4 * TRAINED
+    unpatch_model(model)
+    assert tokenizer.model_max_length == TRAINED
+
+
+def test_config_edits_outlive_the_patch():
+    model, x = patch_model(build("llama"), "yarn", factor=4), ids(40)
+    model.resize_token_embeddings(80)
+    model.set_attn_implementation("eager")
+    patch_model(model, "linear", factor=2)
+    assert (model.config.vocab_size, model.config._attn_implementation) == (80, "eager")
+    unpatch_model(model)
+    assert (model.config.vocab_size, model.config._attn_implementation) == (80, "eager")
+    assert model.config.rope_parameters == build("llama").config.rope_parameters
+    assert logits(model, x).shape[-1] == 80
+
+
+def test_unpatching_after_a_move_or_from_meta_gives_a_working_model():
+    plain = build("llama")
+    x = ids(2 * TRAINED)
+    with torch.device("meta"):
+        model = type(plain)(copy.deepcopy(plain.config))
+    patch_model(model, "yarn", factor=4)
+    model.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    assert torch.equal(logits(unpatch_model(model).eval(), x), logits(plain, x))
+
+
+def test_initialising_weights_again_keeps_the_patch():
+    model = patch_model(build("llama"), "yarn", factor=4)
+    table = model.model.rotary_emb.inv_freq.clone()
+    model.apply(model._init_weights)
+    assert torch.equal(model.model.rotary_emb.inv_freq, table)
+
+
+def test_a_base_model_patched_inside_its_head():
+    model, x = build("llama"), ids(2 * TRAINED)
+    before = logits(model, x)
+    patch_model(model.model, "yarn", factor=4)
+    report = describe(model)
+    assert (report.method, report.patched) == ("yarn", True)
+    assert "patch the whole model" in str(report)
+    patch_model(model, "yarn", factor=4)
+    assert "patch the whole model" not in str(describe(model))
+    assert model.config.rope_parameters["rope_type"] == "yarn"
+    assert torch.equal(logits(unpatch_model(model), x), before)
+
+
+def test_the_given_length_survives_a_plain_reload(tmp_path):
+    model = patch_model(build("llama"), "yarn", factor=4, original_max_position_embeddings=32)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    report = describe(loaded)
+    assert (report.trained_length, report.method, report.patched) == (32, "yarn", False)
+    assert "load_patched" in str(report)
+    patch_model(loaded, "linear", factor=2)
+    assert describe(loaded).usable_length == 64
+
+
+def test_describe_tells_a_guess_and_a_config_that_is_not_followed():
+    model = build("llama")
+    model.config.rope_parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    assert "does not follow the config" in str(describe(model))
+    scaled = build("llama", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
+    assert "is a guess" in str(describe(scaled))
+    dynamic = build("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+    assert describe(dynamic).usable_length == 4 * TRAINED
+    for length in (0, -5, 2.5, "a"):
+        with pytest.raises(ValueError, match="`length` must be"):
+            describe(model, length=length)
+
+
+def test_a_lrope_checkpoint_loaded_plainly_still_says_what_it_needs(tmp_path):
+    patch_model(build("llama"), "lrope").save_pretrained(tmp_path)
+    report = describe(type(build("llama")).from_pretrained(tmp_path))
+    assert (report.method, report.fine_tuning, report.stock_type) == ("lrope", "required", "longrope")
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, 0.0])
+def test_the_factor_of_a_registered_method_is_checked(value):
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(Yarn):
+        name = "wrong"
+        extra: float = 1.0  # a plain field is taken as it is
+
+        def attention_scaling(self, rotary):
+            return value
+
+    with pytest.raises(ValueError, match=r"wrong\.attention_scaling must return"):
+        patch_model(build("llama"), Wrong(factor=2))
+
+
+def test_mscale_options_do_not_reach_stock_attention():
+    model = patch_model(build("llama"), "yarn", factor=4, mscale=1.0, mscale_all_dim=0.5)
+    written = model.config.rope_parameters
+    assert "mscale_all_dim" not in written
+    assert written["attention_factor"] == pytest.approx(describe(model).attention_scaling)
+
+
+def test_patching_in_threads_leaves_the_log_level():
+    import logging
+    from concurrent.futures import ThreadPoolExecutor
+
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    level, models = logger.level, [build("llama") for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda model: [patch_model(model, "yarn", factor=2 + at) for at in range(10)], models))
+    assert logger.level == level

@@ -34,7 +34,8 @@ def test_needle_unpatched_and_patched(capsys, tmp_path):
     assert "95 % interval" in capsys.readouterr().out
     assert len((tmp_path / "needle.jsonl").read_text().splitlines()) == 2 * 12
     cells = list(csv.DictReader((tmp_path / "needle.csv").open()))
-    assert {cell["label"] for cell in cells} == {"yarn x2"}
+    assert {cell["label"] for cell in cells} == {"unpatched", "yarn x2"}
+    assert len(cells) == 2 * 12
     assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -62,6 +63,10 @@ ERRORS = [
     (["needle", "--method", "yarm", "--factor", "2"], "did you mean 'yarn'"),
     (["needle", "--method", "yarn"], "`factor` is required"),
     (["needle", "--factor", "2"], "need a --method"),
+    (["needle", "--method", "yarn", "--factor", "2", "--option", "factor=3"], "both given"),
+    (["needle", "--device", "foo"], "cannot use --device"),
+    (["needle", "--lengths", "1000000000"], "use shorter lengths"),
+    (["needle", "--method", "yarn", "--factor", "1e308"], "<= 1e+06"),
     (["needle", "--model", "/no/such/folder"], "cannot load --model"),
     (["needle", "--lengths", "20"], "leaves no room"),
     (["needle", "--depths", "200"], "percentages"),
@@ -115,6 +120,17 @@ def test_a_stopped_run_keeps_its_rows_and_goes_on(tmp_path, how, code):
     lines = file.read_text().splitlines()
     assert len(lines) < kept + 24
     assert all(json.loads(line)["key"] for line in lines)
+
+
+def test_inspect_of_a_patched_checkpoint_and_of_one_that_fits_nothing(capsys, tmp_path):
+    given = ["export", *MODEL, "--method", "ntk_by_parts", "--factor", "4", "--out", str(tmp_path / "made")]
+    assert main(given) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "made")]) == 0
+    assert "llama: ntk_by_parts(factor=4.0)" in capsys.readouterr().out
+    (tmp_path / "made" / "model.safetensors").write_bytes(b"cut off")
+    assert main(["needle", "--model", str(tmp_path / "made"), "--out", str(tmp_path)]) == 1
+    assert "cannot load --model" in capsys.readouterr().err
 
 
 def test_help_of_every_command(capsys):

@@ -56,15 +56,13 @@ def test_f01_low_precision_modes_do_not_round_positions():  # transformers#29285
         assert (angles_at(model, positions) - exact_cos("linear", positions)).abs().max() < ANGLE
     finally:
         torch.set_float32_matmul_precision(before)
-    rounded = (
-        torch.tensor(positions).bfloat16().double()[:, None] * model.model.rotary_emb.host.inv_freq.double()
-    ).cos()
+    rounded = (torch.tensor(positions).bfloat16().double()[:, None] * model.model.rotary_emb.inv_freq.double()).cos()
     assert (rounded - exact_cos("linear", positions)).abs().max() > ANGLE  # the planted fault would be seen
 
 
 @pytest.mark.parametrize("order", ["patch then cast", "cast then patch", "default dtype"])
 def test_f02_frequencies_stay_fp32_in_a_bf16_model(order):  # DeepSpeed#5812
-    exact = patch_model(build("llama"), "yarn", factor=4, attention_factor=1.0).model.rotary_emb.host.inv_freq
+    exact = patch_model(build("llama"), "yarn", factor=4, attention_factor=1.0).model.rotary_emb.inv_freq
     model = build("llama")
     if order == "patch then cast":
         model = patch_model(model, "yarn", factor=4, attention_factor=1.0).to(torch.bfloat16)
@@ -76,8 +74,8 @@ def test_f02_frequencies_stay_fp32_in_a_bf16_model(order):  # DeepSpeed#5812
             model = patch_model(model, "yarn", factor=4, attention_factor=1.0)
         finally:
             torch.set_default_dtype(torch.float32)
-    assert torch.equal(model.model.rotary_emb.host.inv_freq, exact)
-    assert model.model.rotary_emb.host.inv_freq.dtype == torch.float32
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert (angles_at(model, [8191]) - exact_cos("yarn", [8191])).abs().max() < ANGLE
     assert (exact.bfloat16().double() * 8191).cos().sub((exact.double() * 8191).cos()).abs().max() > ANGLE
 
@@ -85,7 +83,7 @@ def test_f02_frequencies_stay_fp32_in_a_bf16_model(order):  # DeepSpeed#5812
 def test_f06_the_factor_given_counts_not_the_ratio_of_lengths():  # transformers#38224
     scaled = build("llama", max_position_embeddings=128)
     patch_model(scaled, "yarn", factor=4, original_max_position_embeddings=64)
-    table = scaled.model.rotary_emb.host.inv_freq
+    table = scaled.model.rotary_emb.inv_freq
     plain = unpatch_model(scaled).model.rotary_emb.inv_freq
     assert torch.isclose(table[-1], plain[-1] / 4, rtol=1e-6)
 
@@ -107,14 +105,14 @@ def test_f10_one_options_dict_serves_models_with_different_bases():
         patch_model(model, "yarn", **given)
     assert given == kept
     assert [model.config.rope_parameters["rope_theta"] for model in models] == [1e4, 5e5]
-    slow = [float(model.model.rotary_emb.host.inv_freq[-1]) for model in models]
+    slow = [float(model.model.rotary_emb.inv_freq[-1]) for model in models]
     assert slow == pytest.approx([1e4 ** (-14 / 16) / 4, 5e5 ** (-14 / 16) / 4], rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["mistral_nemo", "qwen3"])
 def test_f11_head_dim_is_not_hidden_size_over_heads(family):  # transformers#32495
     model = patch_model(build(family), "yarn", factor=4)
-    assert model.model.rotary_emb.host.inv_freq.shape == (16,)
+    assert model.model.rotary_emb.inv_freq.shape == (16,)
     assert logits(model, ids(2 * TRAINED)).isfinite().all()
 
 
@@ -158,8 +156,8 @@ def test_f24_a_fresh_process_loads_the_scaled_frequencies(method, how, tmp_path)
     found, buffers = torch.load(tmp_path / "out.pt")
     assert torch.equal(found, expected)
     assert found.isfinite().all()
-    (table,) = [value for name, value in buffers.items() if name.endswith(("host.inv_freq", "rotary_emb.inv_freq"))]
-    assert torch.equal(table, model.model.rotary_emb.host.inv_freq)
+    (table,) = [value for name, value in buffers.items() if name.endswith("rotary_emb.inv_freq")]
+    assert torch.equal(table, model.model.rotary_emb.inv_freq)
 
 
 def test_f25_keys_unchanged_and_meta_to_real_storage():  # transformers#34234

@@ -1,5 +1,7 @@
 """Other architectures through the generic adapter: they work like the hosted families, or refuse with the reason."""
 
+import contextlib
+
 import pytest
 import torch
 from conftest import GENERIC, TRAINED, build, ids, logits, options
@@ -39,7 +41,7 @@ def test_sliding_layers_keep_their_own_table():
     model = build("gemma3")
     trained = {name.split(".")[-1]: table.clone() for name, table in model.named_buffers() if "inv_freq" in name}
     patch_model(model, "yarn", factor=4)
-    host = model.model.rotary_emb.host
+    host = model.model.rotary_emb
     assert torch.equal(host.sliding_attention_inv_freq, trained["sliding_attention_inv_freq"])
     assert not torch.equal(host.full_attention_inv_freq, trained["full_attention_inv_freq"])
     assert list(describe(model).wavelengths) == ["full_attention"]
@@ -99,7 +101,7 @@ def test_phi3_takes_its_own_longrope_lists():
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, **lists}
     model = build("phi3", rope_parameters=rope, max_position_embeddings=4 * TRAINED)
     patch_model(model, "longrope", factor=4)
-    turned = model.model.rotary_emb.host.inv_freq * torch.tensor(lists["long_factor"])
+    turned = model.model.rotary_emb.inv_freq * torch.tensor(lists["long_factor"])
     assert torch.allclose(turned, 1e4 ** (-torch.arange(4) / 4.0))
     with pytest.raises(ValueError, match="has 2 numbers, this checkpoint has 4"):
         patch_model(model, "longrope", factor=4, long_factor=[1, 2])
@@ -128,6 +130,67 @@ def test_refusals_give_the_reason_and_leave_the_model(model_type):
         patch_model(model, "yarn", factor=4)
     assert {name: id(module) for name, module in model.named_modules()} == modules
     assert model.config.to_dict() == entries
+
+
+def test_a_multi_axis_module_is_called_as_the_host_calls_it():
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+    }
+    text |= {"num_key_value_heads": 2, "max_position_embeddings": TRAINED, "pad_token_id": 0}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision)).eval()
+    x = ids(2 * TRAINED)
+    before = logits(model, x)
+    with contextlib.suppress(ValueError):  # transformers 5.17's module cannot be probed: refused
+        patch_model(model, "yarn", factor=4)
+    assert logits(model, x).isfinite().all()
+    if describe(model).patched:
+        assert not torch.equal(logits(model, x), before)
+        assert model.config.get_text_config().rope_parameters["mrope_section"] == [2, 3, 3]
+        unpatch_model(model)
+    assert torch.equal(logits(model, x), before)
+
+
+def test_attention_that_reads_the_original_length_keeps_it():
+    from transformers import Ministral3Config, Ministral3ForCausalLM
+
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": TRAINED}
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+    }
+    size |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4 * TRAINED}
+    model = Ministral3ForCausalLM(
+        Ministral3Config(**size, rope_parameters={**rope, "llama_4_scaling_beta": 0.1})
+    ).eval()
+    patch_model(model, "linear", factor=4)
+    assert logits(model, ids(2 * TRAINED)).isfinite().all()
+    assert model.config.rope_parameters["original_max_position_embeddings"] == TRAINED
+
+
+def test_a_rotary_module_that_is_not_used_is_refused():
+    from transformers import FalconConfig, FalconForCausalLM
+
+    size = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 61}
+    with pytest.raises(ValueError, match="uses ALiBi"):
+        patch_model(FalconForCausalLM(FalconConfig(**size, alibi=True)), "yarn", factor=4)
+
+
+def test_methods_of_a_model_without_rotary_positions_are_none():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    assert methods(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))) == {}
 
 
 def test_methods_lists_what_an_architecture_hosts():

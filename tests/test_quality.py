@@ -1,6 +1,6 @@
 """Not shapes but quality, on a small model of our own (small_model/train.py) that really retrieves.
 
-It was trained at 256 tokens. YaRN's beta_fast is set to its size: the default 32 would keep waves of up to 8 tokens only.
+It was trained at 256 tokens. YaRN's beta_fast is set to that: the default 32 would keep waves of up to 8 tokens only.
 """
 
 import pytest
@@ -61,8 +61,8 @@ def test_a_planted_fault_destroys_it(small):
     """Twin: an inverted ramp (the fast channels interpolated, the slow ones kept) loses the needle inside, too."""
     with patched(small[0], "yarn", factor=2, beta_fast=4) as model:
         rotary = model.model.rotary_emb
-        right = rotary.host.inv_freq.clone()
+        right = rotary.inv_freq.clone()
         plain = 10000.0 ** (-torch.arange(len(right)) / len(right))
-        rotary.host.inv_freq = plain / 2 + plain - right
+        rotary.inv_freq = plain / 2 + plain - right
         score, _ = needle(small, TRAINED)
     assert score < 0.2

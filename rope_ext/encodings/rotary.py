@@ -65,7 +65,7 @@ class RotaryMethod(Method):
     """Base of the seam. A new method defines ``frequencies``; ``attention_scaling`` and ``native`` if it has them."""
 
     seam: ClassVar[str] = "rotary"
-    original_max_position_embeddings: int | None = integer(None)
+    original_max_position_embeddings: int | None = integer(None, at_least=2)
     """L0, where the config does not tell or tells wrong."""
 
     @abstractmethod
@@ -102,7 +102,7 @@ def divisor_lists(method: RotaryMethod, rotary: Rotary, divisors: Sequence[float
 class _Scaled(RotaryMethod):
     """A method that is told how many times longer the context gets."""
 
-    factor: float = number(at_least=1)
+    factor: float = number(at_least=1, at_most=1e6)
     """s: target length over trained length."""
 
     @property
@@ -235,8 +235,11 @@ class Yarn(_Scaled):
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def native(self, rotary: Rotary) -> dict[str, Any]:
-        names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-        given = {name: value for name, value in self.options().items() if name in names}
+        named = [name for name in ("beta_fast", "beta_slow", "truncate") if name in self.options()]
+        given: dict[str, Any] = {name: getattr(self, name) for name in named}
+        if self.attention_factor is not None or self.mscale is not None or self.mscale_all_dim is not None:
+            # not as mscale entries: some stock attention modules scale their scores by those as well
+            given["attention_factor"] = self.attention_scaling(rotary)
         return {
             "rope_type": "yarn",
             "factor": self.factor,
@@ -340,9 +343,9 @@ class Abf(RotaryMethod):
     formula: ClassVar[str] = "b' = base"
     source: ClassVar[str] = "Xiong et al. 2023, arXiv:2309.16039"
     fine_tuning: ClassVar[FineTuning] = "recommended"
-    base: float | None = number(None, above=1)
+    base: float | None = number(None, above=1, at_most=1e18)
     """b'; by default 50 times the checkpoint's own, the paper's ratio (10,000 to 500,000)."""
-    factor: float = number(1.0, at_least=1)
+    factor: float = number(1.0, at_least=1, at_most=1e6)
     """Only states the length aimed at; the frequencies follow from ``base``."""
 
     @property
@@ -367,7 +370,7 @@ class LRope(RotaryMethod):
     formula: ClassVar[str] = "theta_i = (i/d) * 2 pi * base"
     source: ClassVar[str] = "described in survey articles; no paper found under this name"
     fine_tuning: ClassVar[FineTuning] = "required"
-    base: float = number(1 / math.pi, above=0)
+    base: float = number(1 / math.pi, above=0, at_most=1e6)
     """Turns per token; the default lets the fastest channel turn about 1 radian per token."""
 
     def frequencies(self, rotary: Rotary) -> Tensor:

@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from rope_ext.evals.scoring import HEAD_CHUNK
+
+
+def check(model: PreTrainedModel, length: int) -> MemoryEstimate:
+    """The estimate, if it fits.
+
+    Raises:
+        ValueError: more than what is free on the model's device.
+    """
+    needed, free = estimate(model, length), available(model.device)
+    if free is not None and needed.total - needed.weights > free:
+        raise ValueError(
+            f"{length} tokens need {needed}, but beside the weights {free / 1e9:.2f} GB are free on {model.device}; "
+            "use shorter lengths, --dtype bfloat16, or a device with more memory."
+        )
+    return needed
+
+
+def available(device: torch.device) -> int | None:
+    """Bytes that are free on the device; None where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    table = Path("/proc/meminfo")
+    if device.type != "cpu" or not table.exists():
+        return None
+    (line,) = [line for line in table.read_text().splitlines() if line.startswith("MemAvailable")]
+    return 1024 * int(line.split()[1])
 
 
 @dataclass(frozen=True)

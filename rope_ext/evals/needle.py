@@ -12,13 +12,17 @@ import torch
 from transformers import PreTrainedModel
 
 from rope_ext.evals.decoding import Prompt
-from rope_ext.evals.runner import Row, Task, digest
+from rope_ext.evals.runner import Row, Task, digest, whole_numbers
 from rope_ext.evals.text import endless, sentences
 
 CITIES = tuple(
     "Paris London Berlin Madrid Rome Vienna Oslo Lisbon Athens Dublin Prague Warsaw Cairo Lima Tokyo Delhi Seoul Hanoi "
     "Quito Havana Bern Riga Sofia Tunis Accra Dakar Nairobi Kyoto Milan Geneva".split()
 )
+
+
+_HAYSTACK = "\0"
+"""Stands for the haystack while a chat template is filled in; no tokenizer's template holds it."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,9 @@ class Needle(Task):
 
     Args:
         text: the haystack; its sentences are repeated where it is too short.
-        lengths: tokens that prompt and answer may take together.
-        depths: percent of the haystack before the needle; it goes to the nearest sentence end.
+        lengths: tokens that prompt and answer take together.
+        depths: percent of the haystack before the needle; it goes to the nearest sentence end (inside a sentence of
+            more than 64 tokens: to the nearest 64th token).
         samples: prompts per cell, each with another city, number and part of the text.
         seed: of the cities and numbers.
         max_new_tokens: how much may be generated.
@@ -60,6 +65,8 @@ class Needle(Task):
     """
 
     name: ClassVar[str] = "needle"
+    LONGEST_PIECE: ClassVar[int] = 64
+    SHORTEST_HAY: ClassVar[int] = 16
 
     def __init__(
         self,
@@ -74,12 +81,14 @@ class Needle(Task):
         control: bool = True,
         wording: Wording | None = None,
     ) -> None:
-        for depth in depths:
+        self.lengths = whole_numbers("lengths", lengths)
+        self.depths = sorted({float(depth) for depth in depths})
+        for depth in self.depths:
             if not 0 <= depth <= 100:
-                raise ValueError(f"depths must be percentages from 0 to 100, got {depth}.")
-        if not lengths or not depths or samples < 1 or max_new_tokens < 1:
-            raise ValueError("needle needs at least one length, one depth, one sample and one new token.")
-        self.text, self.lengths, self.depths = text, sorted(lengths), sorted(depths)
+                raise ValueError(f"depths must be percentages from 0 to 100, got {depth:g}.")
+        if not self.depths or samples < 1 or max_new_tokens < 1:
+            raise ValueError("needle needs at least one depth, one sample and one new token.")
+        self.text = text
         self.samples, self.seed, self.max_new_tokens = samples, seed, max_new_tokens
         self.chat, self.control, self.wording = chat, control, wording or Wording()
 
@@ -116,7 +125,7 @@ class Needle(Task):
         }
 
     def prompt(self, tokenizer: Any, length: int, depth: float | None, sample: int = 0) -> NeedlePrompt:
-        """Build one prompt in token ids; prompt and generation together fit into ``length``.
+        """Build one prompt in token ids; prompt and generation together take ``length`` tokens.
 
         Raises:
             ValueError: the length leaves no room for a haystack.
@@ -125,7 +134,8 @@ class Needle(Task):
         key, value = rng.choice(CITIES), str(rng.randint(10000, 99999))
 
         def encode(template: str) -> list[int]:
-            ids: list[int] = tokenizer.encode(template.format(key=key, value=value), add_special_tokens=False)
+            filled = template.replace("{key}", key).replace("{value}", value)
+            ids: list[int] = tokenizer.encode(filled, add_special_tokens=False)
             return ids
 
         head, tail = self._frame(tokenizer, encode)
@@ -133,7 +143,7 @@ class Needle(Task):
         budget = length - len(head) - len(tail) - len(needle) - self.max_new_tokens
         hay = self._haystack(tokenizer, budget, sample)
         if not hay:
-            shortest = length - budget + 1
+            shortest = length - budget + self.SHORTEST_HAY
             raise ValueError(f"length {length} leaves no room for a haystack: the rest takes {shortest} tokens.")
         total = sum(map(len, hay))
         ids, true_depth = [token for part in hay for token in part], None
@@ -145,18 +155,17 @@ class Needle(Task):
             ids, true_depth = ids[:at] + needle + ids[at:], round(100 * at / total, 2)
             assert ids[at : at + len(needle)] == needle
         ids = head + ids + tail
-        assert len(ids) + self.max_new_tokens <= length
+        assert len(ids) + self.max_new_tokens == length - (len(needle) if depth is None else 0)
         return NeedlePrompt(ids, value, encode(" {value}"), true_depth)
 
     def _frame(self, tokenizer: Any, encode: Any) -> tuple[list[int], list[int]]:
         """What stands before and after the haystack; exactly one BOS if the tokenizer has one."""
         words = self.wording
         if self.chat:
-            user = {"role": "user", "content": f"{words.task}\n\0\n{words.question}"}
+            user = {"role": "user", "content": f"{words.task}\n{_HAYSTACK}\n{words.question}"}
             shown = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-            before, _, after = shown.replace("{", "{{").replace("}", "}}").partition("\0")
-            before, after = (part.replace("{{key}}", "{key}") for part in (before, after + words.answer_prefix))
-            head, tail = encode(before), encode(after)
+            before, _, after = shown.partition(_HAYSTACK)
+            head, tail = encode(before), encode(after + words.answer_prefix)
         else:
             head, tail = encode(words.task + "\n"), encode(f"\n{words.question} {words.answer_prefix}")
         bos = tokenizer.bos_token_id
@@ -170,13 +179,20 @@ class Needle(Task):
         return parts
 
     def _haystack(self, tokenizer: Any, budget: int, sample: int) -> list[list[int]]:
-        """Whole sentences, as many as fit into ``budget`` tokens; each sample starts elsewhere in the text."""
+        """Pieces that fill ``budget`` tokens: sentences, long ones in pieces, the last one cut to fit; [] if too small.
+
+        Each sample starts elsewhere in the text.
+        """
+        if budget < self.SHORTEST_HAY:
+            return []
         hay: list[list[int]] = []
         start = sample * 997  # a prime, so that samples do not start at the same few places
         for sentence in endless(self._sentences, start):
-            part = tokenizer.encode((" " if hay else "") + sentence, add_special_tokens=False)
-            budget -= len(part)
-            if budget < 0:
-                return hay
-            hay.append(part)
-        return hay
+            ids = tokenizer.encode((" " if hay else "") + sentence, add_special_tokens=False, verbose=False)
+            for at in range(0, len(ids), self.LONGEST_PIECE):
+                piece = ids[at : at + self.LONGEST_PIECE][:budget]
+                hay.append(piece)
+                budget -= len(piece)
+                if budget == 0:
+                    return hay
+        raise AssertionError("an endless text ended")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rope_ext.evals.runner import Row, Task, digest
+from rope_ext.evals.runner import Row, Task, digest, whole_numbers
 from rope_ext.evals.scoring import token_nll
 
 SHORTEST_PREFIX = 256
@@ -47,16 +47,20 @@ class Perplexity(Task):
         windows: int = 10,
         samples: int = 1,
     ) -> None:
-        if not lengths or bins < 1 or samples < 1 or windows < 1:
-            raise ValueError("perplexity needs at least one length, one bin, one window and one sample.")
-        for length in lengths:
-            if length < max(2, bins + 1) or (stride is not None and not 0 < stride < length):
-                raise ValueError(f"length {length} is too short for {bins} bins and stride {stride}.")
-        self.text, self.lengths, self.samples = text, sorted(lengths), samples
+        self.lengths = whole_numbers("lengths", lengths)
+        if bins < 1 or samples < 1 or windows < 1:
+            raise ValueError("perplexity needs at least one bin, one window and one sample.")
+        for length in self.lengths:
+            if stride is None and length < bins + 2:
+                raise ValueError(f"length {length} is too short for {bins} bins.")
+            if stride is not None and not 0 < stride < length:
+                raise ValueError(f"stride must be from 1 to length - 1 = {length - 1}, got {stride}.")
+        self.text, self.samples = text, samples
         self.bins, self.stride, self.windows = bins, stride, windows
 
     def settings(self) -> Row:
-        return {"text": digest(self.text), "bins": self.bins, "stride": self.stride, "windows": self.windows}
+        mode = {"bins": self.bins} if self.stride is None else {"stride": self.stride, "windows": self.windows}
+        return {"text": digest(self.text), **mode}
 
     def rows(self) -> list[Row]:
         return [{"length": length, "sample": sample} for length in self.lengths for sample in range(self.samples)]
@@ -91,9 +95,11 @@ class Perplexity(Task):
         }
 
     def _tokens(self, tokenizer: Any, span: int, sample: int) -> Tensor:
-        # a prefix of the text is enough: no tokenizer makes more than one token of a character on average
         start, need = sample * span, (sample + 1) * span
-        ids = tokenizer.encode(self.text[: 12 * need], add_special_tokens=False, verbose=False)
+        for text in (self.text[: 12 * need], self.text):  # 12 characters a token are mostly enough
+            ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            if len(ids) >= need:
+                break
         if len(ids) < need:
             raise ValueError(
                 f"the text has {len(ids)} tokens, sample {sample} needs {need}; give a longer text or a shorter length."

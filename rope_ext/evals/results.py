@@ -51,24 +51,15 @@ def needle_cells(rows: Sequence[Row]) -> list[Row]:
 
 
 def perplexity_bins(rows: Sequence[Row]) -> list[Row]:
-    """One row per label, length, sample and position bin (token positions ``start`` .. ``end`` - 1)."""
-    return [
-        {
-            "label": row["label"],
-            "length": row["length"],
-            "sample": row["sample"],
-            "start": start,
-            "end": end,
-            "perplexity": value,
-        }
-        for row in rows
-        for start, end, value in zip(
-            row.get("bin_edges", [0, row["tokens"]]),
-            row.get("bin_edges", [0, row["tokens"]])[1:],
-            row.get("bin_perplexity", [row["perplexity"]]),
-            strict=False,
-        )
-    ]
+    """One row per label, length, sample and position bin: scored tokens ``start`` .. ``end`` - 1, the first being 0."""
+    table = []
+    for row in rows:
+        edges = row.get("bin_edges", [0, row["tokens"]])
+        values = row.get("bin_perplexity", [row["perplexity"]])
+        for start, end, value in zip(edges[:-1], edges[1:], values, strict=True):
+            same = {name: row[name] for name in ("label", "length", "sample")}
+            table.append({**same, "start": start, "end": end, "perplexity": value})
+    return table
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

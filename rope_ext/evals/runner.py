@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,7 +50,7 @@ def run(task: Task, model: nn.Module, tokenizer: Any, out: Path | None = None, l
         label: name of this setup in tables and plots; by default the method with its factor.
 
     Returns:
-        The rows in the task's order: its settings for that row, ``label``, and the results.
+        The rows in the task's order: what was asked, the results, ``label``, ``method``, ``options`` and the setup.
     """
     inner = unwrap(model)
     label = label or setup_label(inner)
@@ -59,10 +60,18 @@ def run(task: Task, model: nn.Module, tokenizer: Any, out: Path | None = None, l
         "model": fingerprint(inner),
         "tokenizer": _digest_of(tokenizer),
     }
-    store = _Store(None if out is None else out / f"{task.name}.jsonl")
+    patch = patch_of(inner)
+    origin = {
+        "label": label,
+        "model_name": inner.config._name_or_path,
+        "method": patch.encoding.name if patch else None,
+        "options": patch.encoding.options() if patch else {},
+        "setup": setup,
+    }
+    store = _Store(None if out is None else Path(out) / f"{task.name}.jsonl")
     rows = task.rows()
     results = []
-    was_training = inner.training
+    training = {module: module.training for module in inner.modules()}
     inner.eval()
     try:
         with _progress() as progress:
@@ -72,12 +81,20 @@ def run(task: Task, model: nn.Module, tokenizer: Any, out: Path | None = None, l
                 if key not in store.done:
                     with _layers_advance(inner, progress, bar, row["length"]):
                         measured = task.measure(inner, tokenizer, row)
-                    store.add(key, {"task": task.name, **row, **measured})
+                    store.add(key, {"task": task.name, **row, **measured, **origin})
                 results.append({**store.done[key], "label": label})
                 progress.update(bar, completed=sum(row["length"] for row in rows[: len(results)]))
     finally:
-        inner.train(was_training)
+        for module, flag in training.items():
+            module.training = flag
     return results
+
+
+def comparable(task: Task, tokenizer: Any, model: nn.Module, out: Path) -> list[Row]:
+    """All rows in ``out`` that this task measured with the same settings on the same checkpoint, patched or not."""
+    wanted = task.settings(), _digest_of(tokenizer), unwrap(model).config._name_or_path
+    rows = _Store(out / f"{task.name}.jsonl").done.values()
+    return [row for row in rows if (row["setup"]["settings"], row["setup"]["tokenizer"], row["model_name"]) == wanted]
 
 
 def setup_label(model: nn.Module) -> str:
@@ -90,14 +107,19 @@ def setup_label(model: nn.Module) -> str:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Changes when the config (with the patch) or the weights change; reads a sample of each tensor only."""
+    """Changes when the config (with the patch), the weights or the active adapters change; samples each tensor."""
     config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
     record = dict(config.pop("rope_ext", None) or {})
     sample = [
         (name, tuple(tensor.shape), str(tensor.dtype), tensor.flatten()[:: max(1, tensor.numel() // 8)].tolist())
         for name, tensor in model.named_parameters()
     ]
-    return digest([config, record.get("method"), record.get("options"), sample])
+    adapters = [
+        (name, module.disable_adapters, module.active_adapters, module.scaling)
+        for name, module in model.named_modules()
+        if hasattr(module, "disable_adapters") and hasattr(module, "scaling")
+    ]
+    return digest([config, record.get("method"), record.get("options"), sample, adapters])
 
 
 _VOLATILE = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
@@ -109,8 +131,20 @@ def digest(value: Any) -> str:
 
 
 def _digest_of(tokenizer: Any) -> str:
+    """Of what decides about ids: the tokenizer's rules (not the padding of the last call), template, special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return digest(backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()))
+    rules = json.loads(backend.to_str()) if backend is not None else {"vocab": sorted(tokenizer.get_vocab().items())}
+    for changing in ("padding", "truncation"):
+        rules.pop(changing, None)
+    return digest([rules, tokenizer.chat_template, tokenizer.bos_token_id, tokenizer.eos_token_id])
+
+
+def whole_numbers(name: str, values: Any) -> list[int]:
+    """Sorted, each once; an error that names the argument if it is not a list of whole numbers >= 1."""
+    listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else []
+    if not listed or any(isinstance(value, bool) or not isinstance(value, Integral) or value < 1 for value in listed):
+        raise ValueError(f"`{name}` must be a list of whole numbers >= 1, got {values!r}.")
+    return sorted({int(value) for value in listed})
 
 
 class _Store:

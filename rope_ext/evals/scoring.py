@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 HEAD_CHUNK = 512
@@ -26,8 +26,9 @@ def token_nll(model: PreTrainedModel, ids: Tensor, start: int = 1) -> Tensor:
         ValueError: the model does more to its logits than its output head says (and no known post-processing fits).
     """
     with torch.inference_mode():
-        head = _Head(model, ids[:, :16])
-        hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state[0, start - 1 : -1]
+        decoder = _decoder(model)
+        head = _Head(model, decoder, ids[:, :16])
+        hidden = decoder(ids, use_cache=False).last_hidden_state[0, start - 1 : -1]
         targets = ids[0, start:]
         chunks = range(0, len(targets), HEAD_CHUNK)
         parts = [
@@ -37,15 +38,24 @@ def token_nll(model: PreTrainedModel, ids: Tensor, start: int = 1) -> Tensor:
         return torch.cat(parts).cpu()
 
 
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The part below the output head."""
+    candidates = (model.get_decoder(), model.base_model, getattr(model, "model", None))
+    decoder: nn.Module | None = next((found for found in candidates if found is not None and found is not model), None)
+    if decoder is None or model.get_output_embeddings() is None:
+        raise ValueError(f"{type(model).__name__} has no output head: perplexity needs a causal language model.")
+    return decoder
+
+
 class _Head:
     """The output head and what some models do to its logits (soft-capping, scaling), checked against the model."""
 
-    def __init__(self, model: PreTrainedModel, probe: Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, probe: Tensor) -> None:
         config = model.config.get_text_config(decoder=True)
         self._linear = model.get_output_embeddings()
         self._cap: float | None = getattr(config, "final_logit_softcapping", None)
         self._scale = float(getattr(config, "logit_scale", 1.0)) / float(getattr(config, "logits_scaling", 1.0))
-        hidden = model.get_decoder()(probe, use_cache=False).last_hidden_state[0]
+        hidden = decoder(probe, use_cache=False).last_hidden_state[0]
         expected, found = model(probe, use_cache=False).logits[0].float(), self(hidden)
         if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
             raise ValueError(

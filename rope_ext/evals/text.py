@@ -9,7 +9,7 @@ from pathlib import Path
 
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])\s*")
 
 
 def read_text(source: str = "builtin") -> str:
@@ -30,8 +30,10 @@ def read_text(source: str = "builtin") -> str:
     if source == "noise":
         return " ".join(NOISE)
     if source.startswith("hf:"):
-        from datasets import load_dataset
-
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            raise ValueError(f"text source {source!r} needs the `datasets` package: pip install datasets.") from error
         text = "\n".join(row["text"] for row in load_dataset(source[3:], split="train"))
     elif Path(source).is_dir():
         files = sorted(file for file in Path(source).rglob("*") if file.suffix in (".txt", ".md"))
@@ -46,7 +48,7 @@ def read_text(source: str = "builtin") -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """The text cut after every '.', '!' or '?' that white space follows; white space inside is folded."""
+    """The text cut after '.', '!' or '?' before white space, and after '。', '！', '？'; white space is folded."""
     parts = (" ".join(part.split()) for part in _SENTENCE_END.split(text))
     return [part for part in parts if part]
 

@@ -40,8 +40,8 @@ VERBS = "sees finds follows leaves meets holds passes crosses watches keeps".spl
 def filler(rng: random.Random) -> str:
     if rng.random() < 0.5:
         return rng.choice(NOISE)
-    subject, thing = (f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" for _ in range(2))
-    return f"The {subject} {rng.choice(VERBS)} the {thing}."
+    words = [rng.choice(kind) for kind in (ADJECTIVES, NOUNS, VERBS, ADJECTIVES, NOUNS)]
+    return "The {} {} {} the {} {}.".format(*words)
 
 
 def make_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
@@ -49,10 +49,9 @@ def make_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
 
     def corpus() -> Iterator[str]:
         for _ in range(4000):
-            fact = {"key": rng.choice(CITIES), "value": rng.randint(10000, 99999)}
-            hay = " ".join(filler(rng) for _ in range(8))
-            tail = f"{WORDS.question} {WORDS.answer_prefix} {{value}}."
-            yield f"{WORDS.task}\n{hay} {WORDS.needle}\n{tail}".format(**fact)
+            key, hay = rng.choice(CITIES), " ".join(filler(rng) for _ in range(8))
+            tail = f"{WORDS.question} {WORDS.answer_prefix} 12345."
+            yield f"{WORDS.task}\n{hay} {WORDS.needle}\n{tail}".format(key=key, value=rng.randint(10000, 99999))
 
     core = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -78,16 +77,18 @@ class Data:
 
     def row(self, length: int) -> tuple[list[int], list[float]]:
         rng, encode = self.rng, self.encode
-        keys = rng.sample(CITIES, rng.choice([1, 1, 2, 3, 4, 6]))
-        facts = [{"key": key, "value": str(rng.randint(10000, 99999))} for key in keys]
-        head = [0, *encode(WORDS.task + "\n")]
-        needles = [encode(" " + WORDS.needle.format(**fact)) for fact in facts]
+        count = rng.choice([1, 1, 2, 3, 4, 6])
+        facts = [{"key": key, "value": str(rng.randint(10000, 99999))} for key in rng.sample(CITIES, count)]
+        asked = list(range(count))
+        rng.shuffle(asked)
         tail, tail_weights = [], []
-        for fact in rng.sample(facts, len(facts)):
-            question = encode("\n" + f"{WORDS.question} {WORDS.answer_prefix}".format(**fact))
-            answer = [*encode(" " + fact["value"]), *encode(".")]
+        for at in asked:
+            question = encode("\n" + f"{WORDS.question} {WORDS.answer_prefix}".format(**facts[at]))
+            answer = encode(" " + facts[at]["value"]) + encode(".")
             tail += question + answer
             tail_weights += [0.1] * len(question) + [2.0] * len(answer)
+        head = [0, *encode(WORDS.task + "\n")]
+        needles = [encode(" " + WORDS.needle.format(**fact)) for fact in facts]
         room = length - len(head) - len(tail) - sum(map(len, needles))
         if room < 0:
             return self.row(length)
@@ -95,8 +96,9 @@ class Data:
         while len(sentence := encode(" " + filler(rng))) <= room:
             hay.append(sentence)
             room -= len(sentence)
-        for needle in needles:
-            hay.insert(rng.randint(0, len(hay)), needle)
+        places = sorted(rng.randint(0, len(hay)) for _ in range(count))
+        for place, needle in reversed(list(zip(places, rng.sample(needles, count), strict=True))):
+            hay.insert(place, needle)
         ids = head + [token for sentence in hay for token in sentence]
         return ids + tail, [0.1] * len(ids) + tail_weights
 
@@ -113,8 +115,9 @@ def main() -> None:
     out = parser.parse_args().out
 
     rng = random.Random(SEED)
-    torch.manual_seed(SEED)
     tokenizer = make_tokenizer(rng)
+    print(f"{len(tokenizer)} tokens; a sentence of the haystack: {filler(rng)}")
+    torch.manual_seed(SEED)
     data = Data(tokenizer, rng)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -138,8 +141,8 @@ def main() -> None:
         decay = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, (step + 1) / 100) * decay
-        shorter = rng.choice([TRAINED_LENGTH // 2, TRAINED_LENGTH * 3 // 4, TRAINED_LENGTH])
-        ids, weights = data.batch(shorter if step < STEPS // 2 else TRAINED_LENGTH)
+        shorter = [TRAINED_LENGTH // 2, TRAINED_LENGTH * 3 // 4, TRAINED_LENGTH]
+        ids, weights = data.batch(rng.choice(shorter) if step <= STEPS // 2 else TRAINED_LENGTH)
         logits = model(ids).logits[:, :-1]
         nll = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         loss = (nll * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
@@ -147,7 +150,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % 100 == 0:
+        if (step + 1) % 50 == 0:
             print(f"step {step + 1:5} loss {loss.item():.4f} {time.monotonic() - started:6.0f} s", flush=True)
 
     lengths = [TRAINED_LENGTH // 2, TRAINED_LENGTH, 2 * TRAINED_LENGTH, 4 * TRAINED_LENGTH]
