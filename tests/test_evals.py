@@ -69,14 +69,17 @@ def test_greedy_decoding_and_log_probability_equal_transformers(small):
     read = Prompt(model, ids)
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     theirs = model.generate(ids, generation_config=config)[0, ids.shape[1] :].tolist()
-    assert read.greedy(12, set()) == theirs
+    assert read.greedy(12) == theirs
     with torch.no_grad():
         table = model(torch.cat((ids, torch.tensor([prompt.answer_ids])), dim=1)).logits[0].log_softmax(-1)
     at = range(len(prompt.ids) - 1, len(prompt.ids) - 1 + len(prompt.answer_ids))
     expected = sum(float(table[place, token]) for place, token in zip(at, prompt.answer_ids, strict=True))
     assert read.log_probability(prompt.answer_ids) == pytest.approx(expected, abs=1e-4)
-    assert read.greedy(12, set()) == theirs  # the prompt's cache is as it was
-    assert read.greedy(12, {theirs[3]}) == theirs[: theirs.index(theirs[3])]
+    assert read.greedy(12) == theirs  # the prompt's cache is as it was
+    for ends in (theirs[3], [theirs[3], 500]):
+        read.model = copy.copy(model)
+        read.model.generation_config = GenerationConfig(eos_token_id=ends)
+        assert read.greedy(12) == theirs[: theirs.index(theirs[3])]
 
 
 def test_a_sliding_window_cache_is_branched_too():
@@ -84,8 +87,8 @@ def test_a_sliding_window_cache_is_branched_too():
 
     model, x = build("mistral_window"), ids(60)
     read = Prompt(model, x)
-    first = read.greedy(6, set())
-    assert read.greedy(6, set()) == first
+    first = read.greedy(6)
+    assert read.greedy(6) == first
     config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert model.generate(x, generation_config=config)[0, 60:].tolist() == first
 
@@ -111,6 +114,15 @@ def test_nll_equals_the_models_own_loss(small):
     assert nll.shape == (699,)
     assert float(nll.mean()) == pytest.approx(float(loss), abs=1e-4)
     assert torch.allclose(token_nll(model, x, start=650), nll[649:], atol=1e-4)
+
+
+def test_nll_never_holds_the_logits_of_the_whole_text(small):
+    model, _ = small
+    rows = []
+    handle = model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[-2]))
+    token_nll(model, torch.arange(3, 503).repeat(4)[None])
+    handle.remove()
+    assert max(rows) <= 512 < 1999
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere"])

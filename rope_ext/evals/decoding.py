@@ -30,8 +30,10 @@ class Prompt:
         self._cache = DynamicCache(config=model.config)
         self._next = self._step(ids, self._cache)
 
-    def greedy(self, max_new_tokens: int, stop: set[int]) -> list[int]:
-        """Generated ids, at most ``max_new_tokens``, ending before the first id of ``stop``."""
+    def greedy(self, max_new_tokens: int) -> list[int]:
+        """Generated ids, at most ``max_new_tokens``, ending before an end-of-sequence id of the generation config."""
+        ends = self.model.generation_config.eos_token_id
+        stop = set(ends) if isinstance(ends, list) else {ends}
         generated: list[int] = []
         logits = self._next
         with self._branch() as cache:

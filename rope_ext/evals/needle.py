@@ -113,8 +113,7 @@ class Needle(Task):
     def measure(self, model: PreTrainedModel, tokenizer: Any, row: Row) -> Row:
         prompt = self.prompt(tokenizer, row["length"], row["depth"], row["sample"])
         read = Prompt(model, torch.tensor([prompt.ids], device=model.device))
-        stop = {tokenizer.eos_token_id} - {None}
-        generated = tokenizer.decode(read.greedy(self.max_new_tokens, stop), skip_special_tokens=True)
+        generated = tokenizer.decode(read.greedy(self.max_new_tokens), skip_special_tokens=True)
         return {
             "tokens": len(prompt.ids),
             "true_depth": prompt.depth,
