@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from rope_ext.config import Method
 from rope_ext.encodings.rotary import Rotary, RotaryMethod, schedule
@@ -19,6 +21,14 @@ from rope_ext.registry import METHODS
 from .base import Adapter, Channels, Patch, State, Swap, copy_configs
 from .rope_config import SLIDING, UNSTOCKABLE, CheckpointRope, expressions, text_config, write_patch
 from .rotary_module import PatchedRotary, Tables, build, build_as_stock, hand_back, holds, set_table, table_of
+
+
+class Found(NamedTuple):
+    """A rotary module and its place: ``parent.name`` is ``module``."""
+
+    parent: nn.Module
+    name: str
+    module: nn.Module
 
 
 class RotaryAdapter(Adapter):
@@ -40,7 +50,6 @@ class RotaryAdapter(Adapter):
         if not isinstance(encoding, RotaryMethod):
             raise TypeError(f"{encoding.name} is in the rotary seam but not derived from RotaryMethod.")
         modules = self._modules()
-        kind = type(modules[0][2])
         rope = CheckpointRope(self.model.config)
         trained = self._trained(rope, encoding.original_max_position_embeddings)
         tables = {key: _table(encoding, rotary) for key, rotary in trained.items()}
@@ -51,7 +60,7 @@ class RotaryAdapter(Adapter):
         for rope_type, sections in expressions(encoding, trained):
             candidate = rope.config()
             write_patch(candidate, rope.with_sections(sections), usable, length)
-            if holds(build_as_stock(kind, candidate), tables):
+            if holds(build_as_stock(type(modules[0].module), candidate), tables):
                 stock, parameters = rope_type, candidate.rope_parameters
                 break
 
@@ -62,16 +71,8 @@ class RotaryAdapter(Adapter):
                 write_patch(text, parameters, usable, length)
         top.rope_ext = {**encoding.to_dict(), "original": rope.original}
 
-        swaps = []
-        for parent, name, module in modules:
-            host = build(type(module), text_config(top) if stock else rope.config())
-            if not stock:
-                for key, (frequencies, scaling) in tables.items():
-                    set_table(host, key, frequencies, scaling)
-            host.config = text_config(top)  # type: ignore[assignment]
-            new, device = PatchedRotary(host), next(module.buffers()).device
-            placed = new if device.type == "meta" else new.to(device)
-            swaps.append(Swap(parent, name, module, placed, hand_back))
+        built_from = None if stock else rope.config()
+        swaps = [self._swap(found, text_config(top), tables, built_from) for found in modules]
         state = State(
             method=encoding.name,
             trained_length=length,
@@ -84,9 +85,21 @@ class RotaryAdapter(Adapter):
         )
         return Patch(self.model, encoding, state, swaps, configs)
 
+    def _swap(
+        self, found: Found, config: PreTrainedConfig, tables: Tables, built_from: PreTrainedConfig | None
+    ) -> Swap:
+        """A patched module for one of the model's; ``built_from`` is given where the patched config cannot be built."""
+        host = build(type(found.module), built_from or config)
+        host.config = config  # type: ignore[assignment]
+        if built_from is not None:
+            for key, (frequencies, scaling) in tables.items():
+                set_table(host, key, frequencies, scaling)
+        new, device = PatchedRotary(host), next(found.module.buffers()).device
+        return Swap(found.parent, found.name, found.module, new if device.type == "meta" else new.to(device), hand_back)
+
     def state(self) -> State:
         rope = CheckpointRope(self.model.config)
-        module = self._modules()[0][2]
+        module = self._modules()[0].module
         notes = _notes(rope)
         try:
             trained = self._trained(rope, None)
@@ -120,8 +133,8 @@ class RotaryAdapter(Adapter):
             notes=notes,
         )
 
-    def _modules(self) -> list[tuple[nn.Module, str, nn.Module]]:
-        """(parent, attribute, module) of the text model's rotary modules."""
+    def _modules(self) -> list[Found]:
+        """The text model's rotary modules."""
         kind, text = self.model.config.model_type, text_config(self.model.config)
         if getattr(self.model.config, "is_encoder_decoder", False):
             raise ValueError(f"{kind} is an encoder-decoder; rotary encodings are hosted on single-stack models only.")
@@ -134,7 +147,7 @@ class RotaryAdapter(Adapter):
                 if "position_ids" not in inspect.signature(type(module).forward).parameters:
                     raise ValueError(f"{kind}: {path} ({type(module).__name__}) is not called with position_ids.")
                 parent, _, name = path.rpartition(".")
-                found.append((self.model.get_submodule(parent), name, module))
+                found.append(Found(self.model.get_submodule(parent), name, module))
         if not found:
             raise ValueError(
                 f"no rotary module found in {type(self.model).__name__} (model_type {kind!r}): nothing was replaced. "
@@ -147,7 +160,7 @@ class RotaryAdapter(Adapter):
         if not rope.sections:
             raise ValueError(f"{self.model.config.model_type}: every layer is a sliding-window layer; none to extend.")
         plain = rope.config(rope.with_sections({key: {"rope_type": "default"} for key in rope.sections}))
-        kind = type(self._modules()[0][2])
+        kind = type(self._modules()[0].module)
         try:
             host = build(kind, plain)
         except Exception as error:

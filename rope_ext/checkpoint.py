@@ -135,9 +135,8 @@ def export(model: nn.Module, path: str | Path, tokenizer: Any = None, *, overwri
         return Export(target, True, "saved unpatched; loads with stock transformers")
     if patch.state.stock:
         return Export(target, True, f"loads with stock transformers (rope_type {patch.state.stock!r})")
-    return Export(
-        target, False, f"{patch.encoding.name} needs the plugin: load it with rope_ext.load_patched({path!r})"
-    )
+    way = f"load it with rope_ext.load_patched({str(target)!r})"
+    return Export(target, False, f"stock transformers cannot express {patch.encoding.name} here: {way}")
 
 
 def save_adapter(model: nn.Module, path: str | Path, **kwargs: Any) -> None:
