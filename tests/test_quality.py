@@ -23,13 +23,14 @@ def needle(small, length):
 
 @pytest.fixture(scope="module")
 def unpatched(small):
-    return {length: needle(small, length) for length in (TRAINED, 2 * TRAINED, 4 * TRAINED)}
+    return {length: needle(small, length) for length in (TRAINED, 4 * TRAINED, 8 * TRAINED)}
 
 
 def test_unpatched_it_retrieves_inside_its_length_and_fails_beyond(unpatched):
-    assert unpatched[TRAINED][0] >= 0.95
-    assert unpatched[2 * TRAINED][0] < unpatched[TRAINED][0]
-    assert unpatched[4 * TRAINED][0] < 0.25
+    assert unpatched[TRAINED] == (1.0, pytest.approx(0, abs=0.05))
+    assert unpatched[4 * TRAINED][0] < 0.6
+    assert unpatched[4 * TRAINED][1] < -4
+    assert unpatched[8 * TRAINED][0] < 0.15
 
 
 def test_without_a_needle_it_does_not_guess(small):
@@ -39,22 +40,25 @@ def test_without_a_needle_it_does_not_guess(small):
     assert sum(row["score"] for row in without) == 0
 
 
-@pytest.mark.parametrize("method", ["yarn", "llama3"])
-def test_scaled_it_retrieves_at_twice_its_length(small, unpatched, method):
-    options = {"beta_fast": 4} if method == "yarn" else {}
+@pytest.mark.parametrize(("method", "options"), [("yarn", {"beta_fast": 4}), ("llama3", {}), ("ntk", {})])
+def test_scaled_twofold_it_retrieves_inside_and_at_twice_its_length(small, method, options):
     with patched(small[0], method, factor=2, **options):
-        score, log_probability = needle(small, 2 * TRAINED)
-        inside, _ = needle(small, TRAINED)
-    assert score >= 0.85
-    assert log_probability > unpatched[2 * TRAINED][1] + 1
-    assert inside >= 0.9
+        for length in (TRAINED, 2 * TRAINED):
+            score, log_probability = needle(small, length)
+            assert score >= 0.9
+            assert log_probability > -0.5
 
 
-def test_yarn_holds_up_at_four_times_its_length(small, unpatched):
+def test_yarn_retrieves_at_four_times_its_length(small, unpatched):
     with patched(small[0], "yarn", factor=4, beta_fast=4):
         score, log_probability = needle(small, 4 * TRAINED)
-    assert score > unpatched[4 * TRAINED][0] + 0.25
-    assert log_probability > unpatched[4 * TRAINED][1] + 5
+    assert score >= 0.9
+    assert log_probability > unpatched[4 * TRAINED][1] + 4
+
+
+def test_linear_needs_fine_tuning_as_it_says(small):
+    with patched(small[0], "linear", factor=2):
+        assert needle(small, TRAINED)[0] < 0.2
 
 
 def test_a_planted_fault_destroys_it(small):

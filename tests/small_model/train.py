@@ -4,7 +4,8 @@
 
 Data is made on the fly: sentences of noise with one to six facts ("The special magic number for Oslo is 83016.") hidden
 among them, then questions about all of them. Wording and cities are those of the needle task. The numbers asked for
-weigh more in the loss than the rest, which cannot be known.
+weigh more in the loss than the rest, which cannot be known. In the first quarter half of the rows are echoes of random
+tokens; without them it is a matter of luck whether the model discovers looking back at all.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from rope_ext.evals.runner import run
 from rope_ext.evals.text import NOISE
 
 TRAINED_LENGTH = 256
-STEPS = 3000
+STEPS = 2400
 BATCH_TOKENS = 32 * TRAINED_LENGTH
 LEARNING_RATE = 2e-3
 ROPE_THETA = 10000.0
@@ -102,8 +103,17 @@ class Data:
         ids = head + [token for sentence in hay for token in sentence]
         return ids + tail, [0.1] * len(ids) + tail_weights
 
-    def batch(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [self.row(length) for _ in range(BATCH_TOKENS // length)]
+    def echo(self, length: int) -> tuple[list[int], list[float]]:
+        """Random tokens, again and again: teaches to look back for what followed last time, which the task needs."""
+        period = self.rng.randint(16, length // 3)
+        phrase = [self.rng.randrange(3, 512) for _ in range(period)]
+        ids = [0, *(phrase * (length // period + 1))][:length]
+        return ids, [0.0] * (period + 1) + [1.0] * (length - period - 1)
+
+    def batch(self, length: int, echoes: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of about ``length`` tokens, a share of them echoes."""
+        kinds = [self.echo if self.rng.random() < echoes else self.row for _ in range(BATCH_TOKENS // length)]
+        rows = [kind(length) for kind in kinds]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([ids + [2] * (width - len(ids)) for ids, _ in rows])
         return ids, torch.tensor([weights + [0.0] * (width - len(weights)) for _, weights in rows])
@@ -142,7 +152,9 @@ def main() -> None:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, (step + 1) / 100) * decay
         shorter = [TRAINED_LENGTH // 2, TRAINED_LENGTH * 3 // 4, TRAINED_LENGTH]
-        ids, weights = data.batch(rng.choice(shorter) if step <= STEPS // 2 else TRAINED_LENGTH)
+        ids, weights = data.batch(
+            rng.choice(shorter) if step < STEPS // 2 else TRAINED_LENGTH, echoes=0.5 if step < STEPS // 4 else 0.0
+        )
         logits = model(ids).logits[:, :-1]
         nll = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         loss = (nll * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
