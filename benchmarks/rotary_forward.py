@@ -3,7 +3,7 @@
     python benchmarks/rotary_forward.py [--model smollm2] [--length 2048] [--rounds 9]
 
 Both models are in one process and run in turn (stock, patched, stock, ...), so a machine whose speed drifts slows both.
-Time: median of the ratios of neighbouring runs. Memory: peak of one forward in a process of its own for each side
+Time: median of the ratios of neighbouring runs. Memory: peak of one forward in a process of its own, median of three
 (read from /proc, so on Linux).
 """
 
@@ -15,27 +15,25 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rope_ext import patch_model
-from rope_ext.models import load
+from rope_ext.models import SMOLLM2, smollm2
 
 FACTOR = 2.0
 
 
 def make(side: str, name: str) -> PreTrainedModel:
-    """The checkpoint with yarn: by transformers' own config, or patched."""
-    model, _ = load(name, dtype="float32", device="cpu")
-    if side == "patched":
-        return patch_model(model, "yarn", factor=FACTOR)
-    config = model.config
-    length = config.max_position_embeddings
-    yarn = {"rope_type": "yarn", "factor": FACTOR, "original_max_position_embeddings": length}
-    config.rope_parameters = {**config.rope_parameters, **yarn}
-    config.max_position_embeddings = round(length * FACTOR)
-    stock = LlamaForCausalLM(config).eval()
-    stock.load_state_dict(model.state_dict())
-    return stock
+    """The checkpoint with yarn: by transformers' own config, or patched. Loaded alike, so that memory compares."""
+    path = smollm2() if name == SMOLLM2 else name
+    config = AutoConfig.from_pretrained(path)
+    if side == "stock":
+        length = config.max_position_embeddings
+        yarn = {"rope_type": "yarn", "factor": FACTOR, "original_max_position_embeddings": length}
+        config.rope_parameters = {**config.rope_parameters, **yarn}
+        config.max_position_embeddings = round(length * FACTOR)
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).eval()
+    return model if side == "stock" else patch_model(model, "yarn", factor=FACTOR)
 
 
 @torch.inference_mode()
@@ -85,7 +83,11 @@ def main() -> None:
             seconds, outputs[side] = forward(model, ids)
             times[side].append(seconds)
     ratios = [patched / stock for stock, patched in zip(times["stock"], times["patched"], strict=True)]
-    memory = {side: peak_of_one_forward(side, options.model, options.length) for side in models}
+    peaks: dict[str, list[float]] = {side: [] for side in models}
+    for _ in range(3):
+        for side in models:
+            peaks[side].append(peak_of_one_forward(side, options.model, options.length))
+    memory = {side: statistics.median(values) for side, values in peaks.items()}
     print(f"{options.model}, {options.length} tokens, yarn x{FACTOR:g}, {options.rounds} rounds, fp32")
     print(f"same logits: {torch.equal(outputs['stock'], outputs['patched'])}")
     for side in models:

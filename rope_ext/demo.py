@@ -97,7 +97,8 @@ def demo(model: PreTrainedModel, tokenizer: Any, out: Path, quick: bool, console
     )
     page.section(
         "Why",
-        "Channel pairs marked with a cross reach angles that training never showed the model. YaRN slows just those.",
+        "Channel pairs marked with a cross reach angles that training never showed the model. YaRN slows them by the "
+        "factor, the fast pairs not at all, and those between in part.",
         picture(out / "frequencies.png", "wavelength per channel pair"),
         code("\n\n".join(str(description) for description in descriptions.values())),
     )
