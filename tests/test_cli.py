@@ -35,7 +35,7 @@ def test_needle_unpatched_and_patched(capsys, tmp_path):
     assert "95 % interval" in capsys.readouterr().out
     assert len((tmp_path / "needle.jsonl").read_text().splitlines()) == 2 * 12
     cells = list(csv.DictReader((tmp_path / "needle.csv").open()))
-    assert {cell["label"] for cell in cells} == {"unpatched", "yarn x2"}
+    assert {cell["label"] for cell in cells} == {"unpatched", "yarn x2 beta_fast=4"}
     assert len(cells) == 2 * 12
     assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
 

@@ -341,6 +341,13 @@ def test_rows_say_what_they_are(small, tmp_path):
     }
     assert len(comparable(grid(), tokenizer, model, tmp_path)) == 12
     assert comparable(grid(seed=5), tokenizer, model, tmp_path) == []
+    retrained = copy.deepcopy(model)
+    with torch.no_grad():
+        retrained.model.norm.weight *= 2
+    run(grid(), retrained, tokenizer, tmp_path)
+    latest = [row for row in comparable(grid(), tokenizer, retrained, tmp_path) if row["label"] == "unpatched"]
+    assert len(latest) == 6
+    assert {row["setup"]["model"] for row in latest} == {fingerprint(retrained)}
 
 
 def test_the_key_ignores_padding_and_sees_the_template_and_adapters(small, tmp_path):

@@ -91,19 +91,29 @@ def run(task: Task, model: nn.Module, tokenizer: Any, out: Path | None = None, l
 
 
 def comparable(task: Task, tokenizer: Any, model: nn.Module, out: Path) -> list[Row]:
-    """All rows in ``out`` that this task measured with the same settings on the same checkpoint, patched or not."""
+    """The rows in ``out`` of this task, with the same settings and a checkpoint of the same name, patched or not.
+
+    Where a row was measured more than once under one label (the checkpoint changed on disk), the latest counts.
+    """
     wanted = task.settings(), _digest_of(tokenizer), unwrap(model).config._name_or_path
-    rows = _Store(out / f"{task.name}.jsonl").done.values()
-    return [row for row in rows if (row["setup"]["settings"], row["setup"]["tokenizer"], row["model_name"]) == wanted]
+    names = ("label", *task.rows()[0])
+    latest = {}
+    for row in _Store(out / f"{task.name}.jsonl").done.values():
+        if (row["setup"]["settings"], row["setup"]["tokenizer"], row["model_name"]) == wanted:
+            latest[tuple(row[name] for name in names)] = row
+    return list(latest.values())
 
 
 def setup_label(model: nn.Module) -> str:
-    """A short name for how the model's positions stand: "unpatched", "yarn x2"."""
+    """A short name for how the model's positions stand: "unpatched", "yarn x2", "yarn x2 beta_fast=4"."""
     patch = patch_of(unwrap(model))
     if patch is None:
         return "unpatched"
-    factor = patch.encoding.options().get("factor")
-    return patch.encoding.name + (f" x{factor:g}" if factor else "")
+    parts = [patch.encoding.name]
+    for name, value in patch.encoding.options().items():
+        shown = digest(value)[:4] if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else value
+        parts.append(f"x{shown}" if name == "factor" else f"{name}={shown}")
+    return " ".join(parts)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
