@@ -1,4 +1,4 @@
-"""Pictures of results. Every function returns a figure; ``save`` writes it."""
+"""Pictures of results. Every function returns a figure (no pyplot, no global state); ``save`` writes it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from rope_ext.api import Description
 from rope_ext.evals.results import labels, needle_cells, perplexity_bins
@@ -32,9 +29,8 @@ def needle_heatmap(
     names = labels(cells)
     lengths, depths = sorted({cell["length"] for cell in cells}), sorted({cell["depth"] for cell in cells})
     width = 1.7 + len(names) * max(2.6, 0.95 * len(lengths) + 0.6)
-    figure, axes = plt.subplots(
-        1, len(names), figsize=(width, 1.9 + 0.55 * len(depths)), sharey=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(width, 1.9 + 0.55 * len(depths)), layout="constrained")
+    axes = figure.subplots(1, len(names), sharey=True, squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
         found = {(cell["length"], cell["depth"]): cell for cell in cells if cell["label"] == name}
         grid = [[found.get((length, depth), {}).get("score", math.nan) for length in lengths] for depth in depths]
@@ -64,7 +60,8 @@ def perplexity_plot(
     rows: Sequence[Row], trained_length: int | None = None, title: str = "Perplexity by position"
 ) -> Figure:
     """Perplexity of each position bin on a logarithmic scale, one line per setup and length."""
-    figure, axis = plt.subplots(figsize=(7.6, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
+    axis = figure.subplots()
     bins = perplexity_bins(rows)
     many_lengths = len({row["length"] for row in bins}) > 1
     for colour, name in zip(LINE_COLOURS * 9, labels(bins), strict=False):
@@ -76,13 +73,13 @@ def perplexity_plot(
             axis.plot(middles, values, "o-", color=colour, linewidth=2, markersize=5, label=caption)
             axis.annotate(f"{values[-1]:.3g}", (middles[-1], values[-1]), xytext=(7, -3), textcoords="offset points")
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if trained_length:
         axis.axvline(trained_length, color="#777777", linestyle=":", linewidth=1.2)
         axis.text(
             trained_length, 0.98, " trained length", transform=axis.get_xaxis_transform(), va="top", color="#777777"
         )
-    axis.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axis.set_xlabel("position in the text (tokens)")
     axis.set_ylabel("perplexity")
     axis.grid(True, which="major", alpha=0.25)
@@ -94,7 +91,8 @@ def perplexity_plot(
 
 def frequency_plot(descriptions: Mapping[str, Description], title: str = "Wavelength of each channel pair") -> Figure:
     """Tokens per turn against channel pair, with trained and usable length as lines."""
-    figure, axis = plt.subplots(figsize=(7.6, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
+    axis = figure.subplots()
     for colour, (name, description) in zip(LINE_COLOURS * 9, descriptions.items(), strict=False):
         for layer_type, waves in description.wavelengths.items():
             finite = [(pair, wave) for pair, wave in enumerate(waves) if math.isfinite(wave)]
@@ -122,9 +120,8 @@ def frequency_plot(descriptions: Mapping[str, Description], title: str = "Wavele
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG and free the figure."""
+    """Write a PNG."""
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def _annotate(axis: Axes, x: int, y: int, cell: Row) -> None:
