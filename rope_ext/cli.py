@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -73,11 +74,10 @@ def _inspect(options: argparse.Namespace) -> None:
             after = descriptions[options.method] = describe(model, length=options.length)
         console.print(str(after), highlight=False)
         descriptions["as loaded"] = describe(model, length=options.length or after.usable_length)
-    fitting = methods(model)
     table = Table("method", "formula", "fine-tuning", title="Methods that fit", title_justify="left")
-    for name, info in fitting.items():
+    for name, info in methods(model).items():
         table.add_row(name, info.formula, info.fine_tuning)
-    console.print(table if fitting else "No method fits this architecture.")
+    console.print(table)
     if options.plot:
         plots.save(plots.frequency_plot(descriptions), options.plot)
         console.print(f"wrote {options.plot}")
@@ -92,13 +92,11 @@ def _perplexity(options: argparse.Namespace) -> None:
         windows=options.windows,
         samples=options.limit,
     )
-    rows, every, trained = _run(task, options)
-    results.write_csv(options.out / "perplexity.csv", results.perplexity_bins(every))
-    plots.save(plots.perplexity_plot(every, trained), options.out / "perplexity.png")
+    rows = _run(task, options, results.perplexity_bins, plots.perplexity_plot)
     table = Table("length", "tokens", "perplexity", title=f"Perplexity, {rows[0]['label']}", title_justify="left")
-    for row in results.perplexity_bins(rows):
+    for row in rows:
         table.add_row(f"{row['length']:,}", f"{row['start']:,} - {row['end']:,}", f"{row['perplexity']:.3f}")
-    console.print(table, f"wrote {options.out}/perplexity.jsonl, .csv, .png")
+    console.print(table, f"wrote {options.out}/{task.name}.jsonl, .csv, .png")
 
 
 def _needle(options: argparse.Namespace) -> None:
@@ -110,16 +108,14 @@ def _needle(options: argparse.Namespace) -> None:
         seed=options.seed,
         chat=options.chat,
     )
-    rows, every, trained = _run(task, options)
-    results.write_csv(options.out / "needle.csv", results.needle_cells(every))
-    plots.save(plots.needle_heatmap(every, trained), options.out / "needle.png")
-    title = f"Needle, {rows[0]['label']}"
+    cells = _run(task, options, results.needle_cells, plots.needle_heatmap)
+    title = f"Needle, {cells[0]['label']}"
     table = Table("length", "depth %", "n", "score", "95 % interval", "log p", title=title, title_justify="left")
-    for cell in results.needle_cells(rows):
+    for cell in cells:
         interval, log_p = f"{cell['low']:.2f} - {cell['high']:.2f}", f"{cell['answer_log_probability']:.2f}"
         row = f"{cell['length']:,}", str(cell["depth"]), str(cell["n"]), f"{cell['score']:.2f}", interval, log_p
         table.add_row(*row)
-    console.print(table, f"wrote {options.out}/needle.jsonl, .csv, .png")
+    console.print(table, f"wrote {options.out}/{task.name}.jsonl, .csv, .png")
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -137,15 +133,23 @@ def _demo(options: argparse.Namespace) -> None:
     demo(model, tokenizer, options.out, options.quick, console)
 
 
-def _run(task: Task, options: argparse.Namespace) -> tuple[list[Row], list[Row], int | None]:
-    """(this run's rows, all comparable rows in the folder, trained length where it is known)."""
+def _run(
+    task: Task,
+    options: argparse.Namespace,
+    tabulate: Callable[[Sequence[Row]], list[Row]],
+    draw: Callable[[Sequence[Row], int | None], Figure],
+) -> list[Row]:
+    """Measure; write table and picture of all comparable rows in the folder; return this run's table."""
     encoding = _encoding(options)
     model, tokenizer = load(options.model, options.dtype, options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     console.print(f"memory: {memory.check(model, max(options.lengths))}", highlight=False)
     with _patched(model, encoding):
         rows = run(task, model, tokenizer, options.out)
-        return rows, comparable(task, tokenizer, model, options.out), _trained_length(model)
+        every, trained = comparable(task, tokenizer, model, options.out), _trained_length(model)
+    results.write_csv(options.out / f"{task.name}.csv", tabulate(every))
+    plots.save(draw(every, trained), options.out / f"{task.name}.png")
+    return tabulate(rows)
 
 
 def _trained_length(model: PreTrainedModel) -> int | None:
@@ -198,6 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("model", metavar="MODEL", help=f"folder, Hub id, or {SMOLLM2}; weights are not loaded")
     inspect.add_argument("--length", type=int, help="tokens at which channels are judged; default: the usable length")
     inspect.add_argument("--plot", type=Path, metavar="PNG", help="draw the wavelength of each channel pair")
+
     perplexity = _command(commands, "perplexity", _perplexity, "perplexity of a long text", model, method, task)
     perplexity.add_argument("--bins", type=int, default=8, help="position bins of one forward")
     perplexity.add_argument("--stride", type=int, help="sliding windows of this stride instead of one forward")
@@ -212,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     exporter.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
 
     demo = _command(commands, "demo", _demo, "SmolLM2 past its trained length, unpatched and with YaRN", model)
-    demo.add_argument("--quick", action="store_true", help="about two minutes instead of ten")
+    demo.add_argument("--quick", action="store_true", help="about two minutes instead of six")
     demo.add_argument("--out", type=Path, default=Path("rope-ext-demo"), help="folder for tables, pictures, index.html")
     return parser
 

@@ -38,15 +38,9 @@ def demo(model: PreTrainedModel, tokenizer: Any, out: Path, quick: bool, console
     """
     started = time.monotonic()
     trained = describe(model).trained_length
-    length, needle_length, depths = (
-        (trained * 5 // 4, trained * 5 // 4, [50])
-        if quick
-        else (
-            trained * 2,
-            trained * 3 // 2,
-            [10, 50, 90],
-        )
-    )
+    length, needle_length, depths = trained * 2, trained * 3 // 2, [10, 50, 90]
+    if quick:
+        length, needle_length, depths = trained * 5 // 4, trained * 5 // 4, [50]
     text = read_text()
     tasks = (
         Perplexity(text, [length], bins=10 if quick else 8),

@@ -74,6 +74,20 @@ OPTIONS = {
 """Options for every method; longrope's list depends on the model, see ``options``."""
 
 
+STOCK = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED,
+    },
+}
+"""How stock transformers is asked for a scaling, in ``rope_parameters``."""
+
+
 def config(family: str, **changes):
     model_type, own = {**FAMILIES, **GENERIC}[family]
     known = AutoConfig.for_model(model_type)

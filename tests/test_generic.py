@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from conftest import GENERIC, TRAINED, build, ids, logits, options
+from conftest import GENERIC, STOCK, TRAINED, build, ids, logits, options
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from rope_ext import describe, load_patched, methods, patch_model, unpatch_model
@@ -53,22 +53,9 @@ def test_partial_rotary_turns_a_part_of_each_head():
     assert len(describe(model).wavelengths["all"]) == 4  # head dimension 16, half of it rotary
 
 
-SCALED = {
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED, "rope_theta": 1e4},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": TRAINED,
-        "rope_theta": 1e4,
-    },
-}
-
-
-@pytest.mark.parametrize("scaling", SCALED)
+@pytest.mark.parametrize("scaling", ["yarn", "llama3"])
 def test_a_checkpoint_that_comes_scaled_is_extended_from_its_true_length(scaling):
-    model = build("llama", rope_parameters=SCALED[scaling], max_position_embeddings=4 * TRAINED)
+    model = build("llama", rope_parameters={**STOCK[scaling], "rope_theta": 1e4}, max_position_embeddings=4 * TRAINED)
     assert describe(model).trained_length == TRAINED
     assert describe(model).method.startswith(scaling)
     x = ids(2 * TRAINED)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import TRAINED, build, ids, logits, rotary_dim
+from conftest import STOCK, TRAINED, build, ids, logits, rotary_dim
 from transformers import AutoModelForCausalLM
 
 from rope_ext import patch_model
@@ -26,23 +26,10 @@ def divisors(model, scale=3.0):
     return [1 + scale * i / pairs for i in range(pairs)]
 
 
-CASES = {
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": TRAINED,
-    },
-}
-
-
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", STOCK)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "phi3"])
 def test_logits_equal_stock_bit_for_bit(family, method):
-    reference, model = stock(family, **CASES[method]), patch_model(build(family), method, factor=4)
+    reference, model = stock(family, **STOCK[method]), patch_model(build(family), method, factor=4)
     for x in (ids(16), ids(3 * TRAINED)):
         assert torch.equal(logits(model, x), logits(reference, x))
 
@@ -62,16 +49,16 @@ def test_longrope_equals_stock_on_its_side_of_the_switch(family):
     assert torch.equal(logits(model, x[:, :16]), logits(reference, x[:, :16]))
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", STOCK)
 def test_parity_fails_on_a_planted_fault(method):
     """Twin: stock with a factor that is off by one percent."""
-    wrong = stock("llama", **{**CASES[method], "factor": 4.04})
+    wrong = stock("llama", **{**STOCK[method], "factor": 4.04})
     model, x = patch_model(build("llama"), method, factor=4), ids(3 * TRAINED)
     assert (logits(model, x) - logits(wrong, x)).abs().max() > 1e-4
 
 
 def test_yarn_options_reach_stock():
     given = {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.1, "truncate": False}
-    reference = stock("llama", **CASES["yarn"], **given)
+    reference = stock("llama", **STOCK["yarn"], **given)
     model, x = patch_model(build("llama"), "yarn", factor=4, **given), ids(3 * TRAINED)
     assert torch.equal(logits(model, x), logits(reference, x))
