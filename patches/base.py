@@ -54,6 +54,8 @@ class State:
     stock: str
     """How stock transformers expresses it, or ""."""
     notes: tuple[str, ...] = ()
+    attention: str = ""
+    """How attention with a bias is computed, and why; "" where attention is the model's own."""
 
 
 @dataclass
@@ -66,6 +68,10 @@ class Patch:
     swaps: list[Swap]
     configs: list[tuple[PreTrainedConfig, PreTrainedConfig]]
     """(original, patched) config objects; originals may be shared with other models."""
+    attributes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    """(module, name, value): plain attributes that modules carry while patched."""
+    additions: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
+    """(parent, name, module): modules with learned parameters that are there while patched."""
     tokenizer: Any = None
     _tokenizer_lengths: tuple[int, int] = field(default=(0, 0), init=False)
     _planned: list[dict[str, Any]] = field(default_factory=list, init=False)
@@ -77,6 +83,10 @@ class Patch:
         """Put the patch in; ``root`` is the model or the outermost wrapper (PEFT, DDP, ...) around it."""
         for swap in self.swaps:
             setattr(swap.parent, swap.name, swap.new)
+        for module, name, value in self.attributes:
+            module.__dict__[name] = value  # past nn.Module, which would make a submodule of it
+        for parent, name, module in self.additions:
+            parent.add_module(name, module)
         _replace_configs(root, {id(old): new for old, new in self.configs})
         setattr(self.model, ATTRIBUTE, self)
         if self.tokenizer is not None:
@@ -89,6 +99,10 @@ class Patch:
         for swap in self.swaps:
             swap.hand_back(swap.old, swap.new)
             setattr(swap.parent, swap.name, swap.old)
+        for module, name, _ in self.attributes:
+            del module.__dict__[name]
+        for parent, name, _ in self.additions:
+            delattr(parent, name)
         self._keep_edits()
         _replace_configs(root, {id(new): old for old, new in self.configs})
         delattr(self.model, ATTRIBUTE)

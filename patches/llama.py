@@ -7,3 +7,4 @@ class LlamaAdapter(RotaryAdapter):
     """One rotary module at model level, grouped-query attention, channel pairs in halves."""
 
     model_types = ("llama",)
+    seams = frozenset({"rotary", "bias"})

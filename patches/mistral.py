@@ -7,3 +7,4 @@ class MistralAdapter(RotaryAdapter):
     """As Llama; Nemo has its own ``head_dim``, 7B v0.1 a sliding window."""
 
     model_types = ("mistral",)
+    seams = frozenset({"rotary", "bias"})

@@ -7,3 +7,4 @@ class QwenAdapter(RotaryAdapter):
     """As Llama; Qwen3 has its own ``head_dim`` and normalises q and k before they are rotated."""
 
     model_types = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+    seams = frozenset({"rotary", "bias"})

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from rope_ext.attention import NAME
+from rope_ext.attention.registered import BIAS
 from rope_ext.config import Method
+from rope_ext.encodings.bias import BiasMethod
 from rope_ext.encodings.rotary import Rotary, RotaryMethod, schedule
 from rope_ext.registry import METHODS
 
 from .base import Adapter, Channels, Patch, State, Swap, copy_configs
+from .position_bias import ADDED, MutedRotary, PositionBias, attention_modules, attention_note, heads_of
 from .rope_config import SLIDING, UNSTOCKABLE, CheckpointRope, expressions, text_config, write_patch
 from .rotary_module import PatchedRotary, Tables, build, build_as_stock, hand_back, holds, set_table, table_of
 
@@ -47,12 +51,14 @@ class RotaryAdapter(Adapter):
         return reason
 
     def plan(self, encoding: Method) -> Patch:
+        if isinstance(encoding, BiasMethod):
+            return self._plan_bias(encoding)
         if not isinstance(encoding, RotaryMethod):
             raise TypeError(f"{encoding.name} is in the rotary seam but not derived from RotaryMethod.")
         modules = self._modules()
         rope = CheckpointRope(self.model.config)
         trained = self._trained(rope, encoding.original_max_position_embeddings)
-        tables = {key: _table(encoding, rotary) for key, rotary in trained.items()}
+        tables = {key: checked_table(encoding, rotary) for key, rotary in trained.items()}
         length = next(iter(trained.values())).trained_length
         usable = round(length * encoding.extension)
 
@@ -64,13 +70,7 @@ class RotaryAdapter(Adapter):
                 stock, parameters = rope_type, candidate.rope_parameters
                 break
 
-        configs = copy_configs(self.model)
-        top = next(new for old, new in configs if old is self.model.config)
-        for text in (text_config(new) for _, new in configs):
-            if type(text) is type(rope.text):
-                write_patch(text, parameters, usable, length)
-        top.rope_ext = {**encoding.to_dict(), "original": rope.original}
-
+        configs, top = self._configs(encoding, rope, parameters, usable, length)
         built_from = None if stock else rope.config()
         swaps = [self._swap(found, text_config(top), tables, built_from) for found in modules]
         state = State(
@@ -85,8 +85,60 @@ class RotaryAdapter(Adapter):
         )
         return Patch(self.model, encoding, state, swaps, configs)
 
+    def _plan_bias(self, encoding: BiasMethod) -> Patch:
+        """The rotary modules turn nothing, and attention is computed by rope_ext."""
+        rope, modules = CheckpointRope(self.model.config), self._modules()
+        trained = self._trained(rope, encoding.original_max_position_embeddings)
+        length = next(iter(trained.values())).trained_length
+        usable = round(length * encoding.extension)
+        still: Tables = {key: (torch.zeros(rotary.dim // 2), 1.0) for key, rotary in trained.items()}
+        parameters = rope.with_sections({key: {"rope_type": UNSTOCKABLE} for key in trained})
+        configs, top = self._configs(encoding, rope, parameters, usable, length)
+        for _, new in configs:
+            new._attn_implementation = NAME
+        swaps = [self._swap(found, text_config(top), still, rope.config(), MutedRotary) for found in modules]
+        attentions = attention_modules(self.model)
+        bias = PositionBias(encoding, heads_of(rope.text), next(attentions[0].parameters()))
+        root = getattr(self.model, self.model.base_model_prefix, self.model)
+        return Patch(
+            self.model,
+            encoding,
+            State(
+                method=encoding.name,
+                trained_length=length,
+                usable_length=usable,
+                attention_scaling=1.0,
+                channels=(),
+                fine_tuning=encoding.fine_tuning,
+                stock="",
+                notes=_notes(rope),
+                attention=attention_note(encoding, self.model, causal=True),
+            ),
+            swaps,
+            configs,
+            attributes=[(module, BIAS, bias) for module in attentions],
+            additions=[(root, ADDED, bias)] if bias.state_dict() else [],
+        )
+
+    def _configs(
+        self, encoding: Method, rope: CheckpointRope, parameters: dict[str, Any], usable: int, length: int
+    ) -> tuple[list[tuple[PreTrainedConfig, PreTrainedConfig]], PreTrainedConfig]:
+        """((original, patched) configs, the patched one of the whole model)."""
+        configs = copy_configs(self.model)
+        top = next(new for old, new in configs if old is self.model.config)
+        for text in (text_config(new) for _, new in configs):
+            if type(text) is type(rope.text):
+                write_patch(text, parameters, usable, length)
+        top.rope_ext = {**encoding.to_dict(), "original": rope.original}
+        return configs, top
+
     def _swap(
-        self, found: Found, config: PreTrainedConfig, tables: Tables, built_from: PreTrainedConfig | None
+        self,
+        found: Found,
+        config: PreTrainedConfig,
+        tables: Tables,
+        built_from: PreTrainedConfig | None,
+        kind: type[PatchedRotary] = PatchedRotary,
     ) -> Swap:
         """A patched module for one of the model's; ``built_from`` is given where the patched config cannot be built."""
         host = build(type(found.module), built_from or config)
@@ -94,7 +146,7 @@ class RotaryAdapter(Adapter):
         if built_from is not None:
             for key, (frequencies, scaling) in tables.items():
                 set_table(host, key, frequencies, scaling)
-        new, device = PatchedRotary(host), next(found.module.buffers()).device
+        new, device = kind(host), next(found.module.buffers()).device
         return Swap(found.parent, found.name, found.module, new if device.type == "meta" else new.to(device), hand_back)
 
     def state(self) -> State:
@@ -185,7 +237,7 @@ class RotaryAdapter(Adapter):
         return trained
 
 
-def _table(encoding: RotaryMethod, rotary: Rotary) -> tuple[Tensor, float]:
+def checked_table(encoding: RotaryMethod, rotary: Rotary) -> tuple[Tensor, float]:
     """The method's frequencies and factor, checked: a registered method may return anything."""
     frequencies, scaling = encoding.frequencies(rotary), float(encoding.attention_scaling(rotary))
     shape = (rotary.dim // 2,)

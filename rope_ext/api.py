@@ -115,7 +115,9 @@ class Description:
     stock_loadable: bool
     """Whether a process without rope_ext loads the saved checkpoint to the same logits."""
     stock_type: str
-    """The ``rope_type`` that a saved checkpoint carries for that."""
+    """What a saved checkpoint says to stock transformers for that: a ``rope_type``, or the family's own method."""
+    attention: str
+    """How attention with a bias is computed over a long input, and why; "" where it is the model's own."""
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -127,9 +129,9 @@ class Description:
             f"  usable length      {self.usable_length} tokens",
             f"  attention scaling  {self.attention_scaling:.4f}",
             f"  fine-tuning        {self.fine_tuning}",
-            "  stock transformers "
-            + (f"loads it (rope_type {self.stock_type!r})" if self.stock_loadable else "cannot"),
+            "  stock transformers " + (f"loads it (as {self.stock_type!r})" if self.stock_loadable else "cannot"),
         ]
+        lines += [f"  attention          {self.attention}"] * bool(self.attention)
         for layer_type, waves in self.wavelengths.items():
             beyond = self.outside_trained_range[layer_type]
             lines.append(f"  wavelengths        {min(waves):.1f} .. {max(waves):.0f} tokens ({layer_type} layers)")
@@ -178,6 +180,7 @@ def describe(model: nn.Module, length: int | None = None) -> Description:
         fine_tuning=state.fine_tuning,
         stock_loadable=bool(state.stock),
         stock_type=state.stock,
+        attention=state.attention,
         notes=notes,
     )
 

@@ -13,10 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import logging as transformers_logging
 
 from rope_ext.api import patch_model, patch_of, unwrap
 from rope_ext.config import Method
@@ -26,6 +29,9 @@ PATCHED_ENTRIES = ("rope_parameters", "max_position_embeddings", "original_max_p
 """Config entries that a patch writes beside ``config.rope_ext``; their originals are kept in the record."""
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+LEARNED = "position_bias."
+"""Part of the name of every parameter that an encoding learns."""
 
 
 def load_patched(path: str | Path, model_class: type[PreTrainedModel] | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -43,8 +49,15 @@ def load_patched(path: str | Path, model_class: type[PreTrainedModel] | None = N
     config = AutoConfig.from_pretrained(path, **where)
     encoding = take_record(config, str(path))
     named = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
-    model: PreTrainedModel = (model_class or named).from_pretrained(path, config=config, **kwargs)
-    return patch_model(model, encoding)
+    learned = _learned_tensors(path, where) if getattr(encoding, "parameters", lambda heads: {})(1) else {}
+    with _quiet_about(learned):
+        model: PreTrainedModel = (model_class or named).from_pretrained(path, config=config, **kwargs)
+    patch_model(model, encoding)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in learned.items():
+            parameters[name].copy_(value)
+    return model
 
 
 _HUB_ARGUMENTS = (
@@ -56,6 +69,34 @@ _HUB_ARGUMENTS = (
     "force_download",
     "trust_remote_code",
 )
+
+
+def _learned_tensors(path: str | Path, where: dict[str, Any]) -> dict[str, Tensor]:
+    """What a checkpoint holds of an encoding's learned parameters; stock loading has no place for them."""
+    hub = {name: value for name, value in where.items() if name != "trust_remote_code"}
+    index = cached_file(str(path), SAFE_WEIGHTS_INDEX_NAME, **hub, _raise_exceptions_for_missing_entries=False)
+    if index is None:
+        files = {SAFE_WEIGHTS_NAME}
+    else:
+        shards = json.loads(Path(index).read_text())["weight_map"]
+        files = {file for name, file in shards.items() if LEARNED in name}
+    found = {}
+    for file in files:
+        with safe_open(str(cached_file(str(path), file, **hub)), framework="pt") as stored:
+            found.update({name: stored.get_tensor(name) for name in stored.keys() if LEARNED in name})  # noqa: SIM118
+    return found
+
+
+@contextmanager
+def _quiet_about(expected: dict[str, Tensor]) -> Iterator[None]:
+    """Keep transformers from reporting tensors as unexpected that are read right after."""
+    before = transformers_logging.get_verbosity()
+    if expected:
+        transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def take_record(config: PreTrainedConfig, where: str) -> Method:
@@ -77,7 +118,7 @@ def take_record(config: PreTrainedConfig, where: str) -> Method:
         )
     encoding = find_method(record["method"]).from_options(record["options"])
     text = config.get_text_config(decoder=True)
-    for name in PATCHED_ENTRIES:
+    for name in (*PATCHED_ENTRIES, *record.get("added", ())):
         if name in record["original"]:
             setattr(text, name, record["original"][name])
         elif hasattr(text, name):
@@ -134,7 +175,7 @@ def export(model: nn.Module, path: str | Path, tokenizer: Any = None, *, overwri
     if patch is None:
         return Export(target, True, "saved unpatched; loads with stock transformers")
     if patch.state.stock:
-        return Export(target, True, f"loads with stock transformers (rope_type {patch.state.stock!r})")
+        return Export(target, True, f"loads with stock transformers (as {patch.state.stock!r})")
     way = f"load it with rope_ext.load_patched({str(target)!r})"
     return Export(target, False, f"stock transformers cannot express {patch.encoding.name} here: {way}")
 

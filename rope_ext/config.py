@@ -1,6 +1,7 @@
 """The options of a method: one frozen dataclass per method, checked when it is made, stored in ``config.json``.
 
-A method declares its options as fields made with :func:`number`, :func:`integer`, :func:`flag` or :func:`numbers`.
+A method declares its options as fields made with :func:`number`, :func:`integer`, :func:`flag`,
+:func:`choice` or :func:`numbers`.
 Every value is checked and normalised on construction, so an encoding that exists is valid.
 """
 
@@ -111,6 +112,17 @@ def flag(default: bool) -> Any:
         if not isinstance(value, bool):
             raise TypeError(f"{label} must be True or False, got {value!r}.")
         return value
+
+    return _option(default, check)
+
+
+def choice(default: str, allowed: tuple[str, ...]) -> Any:
+    """An option that takes one of a few words."""
+
+    def check(label: str, value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(f"{label} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+        return str(value)
 
     return _option(default, check)
 

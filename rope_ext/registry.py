@@ -11,22 +11,26 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rope_ext.config import Method
-from rope_ext.encodings import rotary
+from rope_ext.encodings import bias, rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext.patches.base import Adapter
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in rotary.METHODS}
+METHODS: dict[str, type[Method]] = {method.name: method for method in (*rotary.METHODS, *bias.METHODS)}
 
 ADAPTERS: dict[str, str | type[Adapter]] = {
+    "bloom": "rope_ext.patches.bloom:BloomAdapter",
     "llama": "rope_ext.patches.llama:LlamaAdapter",
     "mistral": "rope_ext.patches.mistral:MistralAdapter",
     "qwen2": "rope_ext.patches.qwen:QwenAdapter",
     "qwen2_moe": "rope_ext.patches.qwen:QwenAdapter",
     "qwen3": "rope_ext.patches.qwen:QwenAdapter",
     "qwen3_moe": "rope_ext.patches.qwen:QwenAdapter",
+    "t5": "rope_ext.patches.t5:T5Adapter",
+    "mt5": "rope_ext.patches.t5:T5Adapter",
+    "umt5": "rope_ext.patches.t5:UMT5Adapter",
 }
 
 GENERIC_ADAPTER = "rope_ext.patches.rotary:RotaryAdapter"

@@ -70,6 +70,12 @@ OPTIONS = {
     "abf": {"factor": 4, "base": 2e5},
     "lrope": {},
     "pient": {"factor": 4},
+    "none": {},
+    "alibi": {"factor": 2},
+    "t5_bias": {"factor": 2},
+    "kerple": {},
+    "fire": {"threshold": 32},
+    "sandwich": {},
 }
 """Options for every method; longrope's list depends on the model, see ``options``."""
 

@@ -82,3 +82,7 @@ def lrope(d, b, n, base=1 / math.pi):
 def pient(d, b, n, s):
     plain, fast = rope(d, b, n)[0], ntk(d, b, n, s)[0]
     return [t / s if n * t / (2 * math.pi) < 1 else f for t, f in zip(plain, fast, strict=True)], 1.0
+
+
+def none(d, b, n):
+    return [0.0] * (d // 2), 1.0

@@ -195,9 +195,10 @@ def test_the_table_check_fails_on_a_planted_fault():
 
 @methods
 def test_the_output_check_fails_on_a_planted_fault(method):
-    """Twin of the parity tests: shifting one frequency by 1 % is seen in the logits."""
+    """Twin of the parity tests: a small shift of one frequency is seen in the logits."""
     _, model = patched_pair("llama", method)
     x = ids(LONG)
     right = logits(model, x)
-    rotary_of(model).inv_freq[1] *= 1.01
+    rotary = rotary_of(model)
+    rotary.inv_freq[1] = 1.01 * rotary.inv_freq[1] + 1e-3
     assert (logits(model, x) - right).abs().max() > 10 * LOGITS

@@ -178,10 +178,10 @@ def test_f27_no_new_parameters_and_layer_classes_are_found():  # trl#1723
 
 
 def test_f28_nothing_to_replace_is_an_error():
-    from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
     for model in (
-        BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=50)),
+        OPTForCausalLM(OPTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)),
         GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)),
     ):
         with pytest.raises(ValueError, match="nothing was replaced"):

@@ -393,6 +393,19 @@ class Pient(_Scaled):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoPE(RotaryMethod):
+    """No position encoding: nothing turns, no bias; a decoder still knows order from its causal mask."""
+
+    name: ClassVar[str] = "none"
+    formula: ClassVar[str] = "theta_i = 0"
+    source: ClassVar[str] = "Kazemnejad et al. 2023, arXiv:2305.19466"
+    fine_tuning: ClassVar[FineTuning] = "required"
+
+    def frequencies(self, rotary: Rotary) -> Tensor:
+        return torch.zeros(rotary.dim // 2, device="cpu")
+
+
 METHODS: tuple[type[RotaryMethod], ...] = (
     Rope,
     Linear,
@@ -404,4 +417,5 @@ METHODS: tuple[type[RotaryMethod], ...] = (
     Abf,
     LRope,
     Pient,
+    NoPE,
 )

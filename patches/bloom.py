@@ -1,0 +1,65 @@
+"""BLOOM: q, k and v from one matrix, ALiBi of its own, attention that builds the scores of all pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from rope_ext.attention.registered import as_layout
+from rope_ext.encodings.bias import Alibi
+
+from .hosted import HostedAdapter, HostedAttention, Place, Stack
+
+
+class BloomAttention(HostedAttention):
+    """BLOOM's attention with any bias or rotation, without a matrix of all pairs."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Any,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As stock, but ``attention_mask`` is a Layout and ``alibi`` is not read.
+
+        hidden_states, residual (batch, q_length, hidden_size) -> (the same, weights or None).
+        """
+        fused = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim))
+        query, key, value = fused.permute(3, 0, 2, 1, 4)
+        layout = as_layout(attention_mask, query, key).counted()
+        if self.rotation is not None:
+            query, key = self.rotation(query, key, layout)
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        dropout = self.attention_dropout.p if self.training else 0.0
+        output, seen = self.core(query, key, value, layout, self.inv_norm_factor, dropout, output_attentions)
+        return residual + F.dropout(self.dense(output), self.hidden_dropout, self.training), seen
+
+
+class BloomAdapter(HostedAdapter):
+    """BLOOM and BLOOMZ."""
+
+    model_types = ("bloom",)
+    native = Alibi
+    stand_in = BloomAttention
+    length_name = "seq_length"
+    usual_length = 2048
+
+    def stacks(self) -> list[Stack]:
+        root = getattr(self.model, self.model.base_model_prefix, self.model)
+        return [
+            Stack(
+                root,
+                [
+                    Place(block, "self_attention", block.get_submodule("self_attention"))
+                    for block in root.get_submodule("h").children()
+                ],
+            )
+        ]

@@ -1,0 +1,111 @@
+"""The attention implementation "rope_ext" of transformers: its mask function and its attention function.
+
+Both are registered under one name. Without a mask function of that name transformers would pass no mask, and a decoder
+would see the future without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from rope_ext.attention.computing import attend, weights
+from rope_ext.attention.layout import Layout
+
+NAME = "rope_ext"
+"""What ``config._attn_implementation`` is in a model whose attention is computed here."""
+
+BIAS = "_rope_ext_bias"
+"""The attribute of an attention module that holds the module of its bias."""
+
+
+def make_layout(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Layout:
+    """What transformers asks for in place of a mask; the arguments are those of its own mask functions."""
+    causal = mask_function is not bidirectional_mask_function
+    offset = int(q_offset) - kv_offset if causal else 0
+    documents = None
+    if attention_mask is not None:
+        real = attention_mask[:, kv_offset : kv_offset + kv_length]
+        real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
+        if not bool(real[:, : offset + q_length if causal else None].all()):
+            documents = real.long() - 1
+    elif causal and q_length > 1 and not allow_is_causal_skip and mask_function is not causal_mask_function:
+        documents = _documents(mask_function, batch_size, q_length, torch.device(device))
+    return Layout(batch_size, q_length, kv_length, offset=offset, causal=causal, window=local_size, documents=documents)
+
+
+def _documents(mask_function: Callable[..., Any], batch: int, length: int, device: torch.device) -> Tensor | None:
+    """Packed documents, numbered: a document starts at a token that does not see the one before it."""
+    rows = torch.arange(batch, device=device)[:, None]
+    later = torch.arange(1, length, device=device)[None]
+    joined = mask_function(rows, torch.zeros_like(rows), later, later - 1).expand(batch, -1)
+    starts = nn.functional.pad(~joined, (1, 0))
+    return starts.cumsum(-1) if bool(starts.any()) else None
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Layout | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls in a patched model whose own attention modules stay: returns (output, weights or None).
+
+    query (batch, heads, q_length, head_dim); output (batch, q_length, heads, head_dim).
+    """
+    layout = as_layout(attention_mask, query, key)
+    if position_ids is not None:
+        layout = layout.at(position_ids)
+    bias = module.__dict__[BIAS](layout.causal)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    config = module.__dict__.get("config")
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+        seen = weights(query, key, layout, bias, scale)
+        values = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+        dropped = nn.functional.dropout(seen, dropout, training=dropout > 0)
+        return torch.matmul(dropped, values).transpose(1, 2).contiguous(), seen
+    output = attend(query, key, value, layout, bias, scale, dropout)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def as_layout(mask: Layout | Tensor | None, query: Tensor, key: Tensor) -> Layout:
+    """The layout that the model was given, or one around a 4-D mask that the caller made.
+
+    Raises:
+        ValueError: neither.
+    """
+    if isinstance(mask, Layout):
+        return mask
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        batch, q_length, kv_length = query.shape[0], query.shape[2], key.shape[2]
+        return Layout(batch, q_length, kv_length, offset=kv_length - q_length, causal=False, mask=mask)
+    raise ValueError(
+        f"the attention mask is {type(mask).__name__}, where the model's attention implementation {NAME!r} expects "
+        "what its mask function made: was the attention implementation changed after patching? Unpatch first."
+    )
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, make_layout)
