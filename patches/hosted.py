@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,17 +14,18 @@ from rope_ext.attention import NAME, Layout, attend
 from rope_ext.attention.computing import weights
 from rope_ext.checkpoint import PATCHED_ENTRIES
 from rope_ext.config import FineTuning, Method
-from rope_ext.encodings.bias import Bias, BiasMethod
+from rope_ext.encodings.bias import BiasMethod
 from rope_ext.encodings.rotary import Rotary, RotaryMethod
 from rope_ext.registry import find_method
 
 from .base import Adapter, Channels, Patch, State, Swap, copy_configs
-from .position_bias import ADDED, PositionBias, attention_note
+from .position_bias import BiasSource, PositionBias, attention_note, place
+from .rope_config import UNSTOCKABLE
 from .rotary import checked_table
 
-PLUGIN_NEEDED = {"quant_method": "requires rope_ext.load_patched"}
-"""``quantization_config`` of a checkpoint that stock transformers would load without its encoding, silently: with this
-entry loading it there fails, and says what to do."""
+PLUGIN_NEEDED = {"experts_implementation": UNSTOCKABLE}
+"""Entries of a config that stock transformers would load without its encoding, silently: it checks this one for every
+model, of experts or not, so loading fails and says what to do."""
 
 BASE = 10000.0
 """b of the rotary frequencies on a host that had none."""
@@ -48,10 +48,6 @@ class Rotation:
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-
-
-BiasSource = Callable[[bool], Bias]
-"""Called with whether the host is a decoder, gives the bias of one attention call."""
 
 
 class HostedAttention(nn.Module):
@@ -130,6 +126,10 @@ class HostedAdapter(Adapter):
     def stacks(self) -> list[Stack]:
         """Where attention is."""
 
+    def other_swaps(self) -> list[Swap]:
+        """Modules beside attention whose memory would otherwise be what limits the length."""
+        return []
+
     def native_entries(self, encoding: BiasMethod) -> dict[str, Any] | None:
         """The config entries under which stock transformers computes this variant of the native method, or None."""
         return None if any(name in encoding.options() for name in ("factor", "interpolate")) else {}
@@ -141,7 +141,7 @@ class HostedAdapter(Adapter):
     def plan(self, encoding: Method) -> Patch:
         length = self._trained_length(encoding)
         rotation = self._rotation(encoding, length)
-        swaps: list[Swap] = []
+        swaps = self.other_swaps()
         additions: list[tuple[nn.Module, str, nn.Module]] = []
         for stack in self.stacks():
             made = [self.stand_in(place.module, rotation if place.is_self else None) for place in stack.places]
@@ -155,9 +155,9 @@ class HostedAdapter(Adapter):
             sources = self.native_biases(encoding, own) if isinstance(encoding, self.native) else None
             if sources is None:
                 shared = PositionBias(encoding, self._heads(), next(own[0].parameters()))
-                sources = list[BiasSource]([shared] * len(own))
-                if shared.state_dict():
-                    additions.append((stack.root, ADDED, shared))
+                source, added = place(shared, stack.root)
+                sources = [source] * len(own)
+                additions += added
             for stand_in, source in zip(own, sources, strict=True):
                 stand_in.__dict__["bias"] = source  # past nn.Module: the bias has its place in the tree already
 
@@ -168,8 +168,8 @@ class HostedAdapter(Adapter):
         written: dict[str, Any] = {**(entries or {}), "_attn_implementation": NAME}
         if hasattr(self.model.config, self.length_name) and usable != length:
             written[self.length_name] = usable
-        if entries is None and getattr(self.model.config, "quantization_config", None) is None:
-            written["quantization_config"] = dict(PLUGIN_NEEDED)
+        if entries is None:
+            written |= PLUGIN_NEEDED
         configs = copy_configs(self.model)
         for old, new in configs:
             for name, value in written.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from rope_ext.checkpoint import LEARNED
 from rope_ext.encodings.bias import Bias, BiasMethod
 
 from .rotary_module import PatchedRotary
+
+BiasSource = Callable[[bool], Bias]
+"""Called with whether the host is a decoder, gives the bias of one attention call."""
 
 ADDED = LEARNED.removesuffix(".")
 """Where a model keeps what its bias learns: a child of the base model, or of each T5 stack."""
@@ -31,6 +35,22 @@ class PositionBias(nn.Module):
 
     def forward(self, causal: bool) -> Bias:
         return Bias(self.method, self.heads, causal, dict(self.named_parameters()))
+
+
+class AtRoot:
+    """The bias that is a child of ``root``, whatever it has been wrapped into by now (PEFT's ``modules_to_save``)."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+
+    def __call__(self, causal: bool) -> Bias:
+        bias: Bias = getattr(self.root, ADDED)(causal)
+        return bias
+
+
+def place(bias: PositionBias, root: nn.Module) -> tuple[BiasSource, list[tuple[nn.Module, str, nn.Module]]]:
+    """(what gives attention modules the bias, what has to be added to the model for it)."""
+    return (AtRoot(root), [(root, ADDED, bias)]) if bias.state_dict() else (bias, [])
 
 
 class MutedRotary(PatchedRotary):

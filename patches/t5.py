@@ -12,7 +12,8 @@ from transformers import EncoderDecoderCache
 from rope_ext.attention.registered import as_layout
 from rope_ext.encodings.bias import Bias, BiasMethod, T5Bias
 
-from .hosted import BiasSource, HostedAdapter, HostedAttention, Place, Stack
+from .hosted import HostedAdapter, HostedAttention, Place, Stack
+from .position_bias import BiasSource
 
 
 class CheckpointTable:

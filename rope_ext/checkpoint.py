@@ -117,12 +117,14 @@ def take_record(config: PreTrainedConfig, where: str) -> Method:
             stacklevel=3,
         )
     encoding = find_method(record["method"]).from_options(record["options"])
-    text = config.get_text_config(decoder=True)
-    for name in (*PATCHED_ENTRIES, *record.get("added", ())):
+    # the text config of an encoder-decoder is a copy
+    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    for name in {*PATCHED_ENTRIES, *record["original"], *record.get("added", ())}:
         if name in record["original"]:
             setattr(text, name, record["original"][name])
         elif hasattr(text, name):
             delattr(text, name)
+    config._experts_implementation = None  # where the entry that makes stock transformers refuse has gone on loading
     del config.rope_ext
     return encoding
 

@@ -24,6 +24,7 @@ ADAPTERS: dict[str, str | type[Adapter]] = {
     "bloom": "rope_ext.patches.bloom:BloomAdapter",
     "llama": "rope_ext.patches.llama:LlamaAdapter",
     "mistral": "rope_ext.patches.mistral:MistralAdapter",
+    "mpt": "rope_ext.patches.mpt:MptAdapter",
     "qwen2": "rope_ext.patches.qwen:QwenAdapter",
     "qwen2_moe": "rope_ext.patches.qwen:QwenAdapter",
     "qwen3": "rope_ext.patches.qwen:QwenAdapter",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 TRAINED = 64
@@ -45,6 +45,20 @@ FAMILIES = {
     "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 16}),
 }
 """The families with an adapter of their own."""
+
+_T5 = {"head_dim": 16, "d_ff": 96, "num_decoder_layers": 2, "decoder_start_token_id": 0}
+_T5 |= {"relative_attention_num_buckets": 16, "relative_attention_max_distance": 40, "n_positions": TRAINED}
+
+HOSTED = {
+    "bloom": ("bloom", {"seq_length": TRAINED}),
+    "bloom_6": ("bloom", {"num_attention_heads": 6, "hidden_size": 60, "seq_length": TRAINED}),
+    "mpt": ("mpt", {"num_attention_heads": 6, "hidden_size": 60, "max_seq_len": 1000}),
+    "t5": ("t5", _T5),
+    "t5_gated": ("t5", {**_T5, "feed_forward_proj": "gated-gelu", "num_attention_heads": 6}),
+    "mt5": ("mt5", _T5),
+    "umt5": ("umt5", _T5),
+}
+"""Architectures whose attention modules are replaced."""
 
 GENERIC = {
     "gemma2": ("gemma2", {"head_dim": 16}),
@@ -95,7 +109,7 @@ STOCK = {
 
 
 def config(family: str, **changes):
-    model_type, own = {**FAMILIES, **GENERIC}[family]
+    model_type, own = {**FAMILIES, **HOSTED, **GENERIC}[family]
     known = AutoConfig.for_model(model_type)
     sized = {name: value for name, value in _SIZE.items() if hasattr(known, name) or name.endswith("_token_id")}
     return AutoConfig.for_model(model_type, **{**sized, **own, **changes})
@@ -103,7 +117,14 @@ def config(family: str, **changes):
 
 def build(family: str, seed: int = 0, **changes):
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(family, **changes)).eval()
+    settings = config(family, **changes)
+    kind = AutoModelForSeq2SeqLM if settings.is_encoder_decoder else AutoModelForCausalLM
+    model = kind.from_config(settings).eval()
+    for name, weight in model.named_parameters():  # so that positions and attention matter
+        if "relative_attention_bias" in name:
+            torch.nn.init.normal_(weight)
+        if "query_key_value.weight" in name or "Wqkv" in name:
+            torch.nn.init.normal_(weight, std=0.3)
     return model
 
 

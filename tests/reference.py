@@ -86,3 +86,59 @@ def pient(d, b, n, s):
 
 def none(d, b, n):
     return [0.0] * (d // 2), 1.0
+
+
+# Biases: (query position m, key position n, head h, heads H) -> a number. Decoder unless said otherwise.
+
+
+def alibi(m, n, h, heads, factor=1.0):
+    power = 1
+    while 2 * power <= heads:
+        power *= 2
+    exponent = (h + 1) / power if h < power else (2 * (h - power) + 1) / (2 * power)
+    return -(2 ** (-8 * exponent)) * abs(m - n) / factor
+
+
+def t5_bucket(m, n, causal=True, buckets=32, max_distance=128, factor=1.0, interpolate=False):
+    behind = m - n
+    if interpolate:
+        behind = int(behind / factor)
+    else:
+        max_distance = round(max_distance * factor)
+    bucket = 0
+    if not causal:
+        buckets //= 2
+        if behind < 0:
+            bucket, behind = buckets, -behind
+    behind = max(behind, 0)
+    exact = buckets // 2
+    if behind < exact:
+        return bucket + behind
+    share = math.log(behind / exact) / math.log(max_distance / exact)
+    # a distance on the edge of two buckets falls into the upper one, whatever the last bit of the logarithm
+    return bucket + min(exact + int(share * (buckets - exact) + 1e-9), buckets - 1)
+
+
+def t5_bias(m, n, h, heads, table, causal=True, **options):
+    return table[t5_bucket(m, n, causal, **options)][h]
+
+
+def kerple(m, n, h, heads, r1, r2, kernel="log"):
+    away = abs(m - n)
+    if kernel == "log":
+        return -r1[h] * math.log(1 + r2[h] * away)
+    return -r1[h] * away ** min(r2[h], 2.0)
+
+
+def fire(m, n, h, heads, c, threshold, in_weight, in_bias, out_weight, out_bias, start=512):
+    def squeeze(x):
+        return math.log(1 + abs(c) * x)
+
+    relative = squeeze(abs(m - n)) / squeeze(max(abs(threshold * start), m, n))
+    hidden = [max(w * relative + b, 0.0) for w, b in zip(in_weight, in_bias, strict=True)]
+    return sum(w * x for w, x in zip(out_weight[h], hidden, strict=True)) + out_bias[h]
+
+
+def sandwich(m, n, h, heads, dim=128):
+    ratio = (h + 1) * 8 / heads
+    return sum(math.cos((m - n) / 10000 ** (2 * i / dim)) for i in range(dim // 2)) / ratio

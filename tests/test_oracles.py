@@ -5,6 +5,7 @@ import torch
 from conftest import TRAINED, build, rotary_dim
 
 from rope_ext import patch_model
+from rope_ext.encodings.bias import Alibi, Bias, T5Bias
 
 rotary_embedding_torch = pytest.importorskip("rotary_embedding_torch")
 x_transformers = pytest.importorskip("x_transformers.x_transformers")
@@ -72,3 +73,24 @@ def test_scores_depend_on_distance_only():
     for shift in (1, 77, TRAINED):
         assert torch.isclose(rotate(q, 50 + shift) @ rotate(k, 20 + shift), score, atol=1e-4)
         assert not torch.isclose(rotate(q, 50 + shift) @ rotate(k, 20), score, atol=1e-4)
+
+
+def bias_of(method, heads, length, causal, **parameters):
+    places = torch.arange(length)
+    return Bias(method, heads, causal, parameters)(places[None] - places[:, None])
+
+
+@pytest.mark.parametrize("heads", [4, 6, 8])
+def test_x_transformers_alibi(heads):
+    theirs = x_transformers.AlibiPositionalBias(heads=heads, total_heads=heads)(50, 50)
+    assert torch.allclose(bias_of(Alibi(), heads, 50, False), theirs, atol=1e-6)
+    assert not torch.allclose(bias_of(Alibi(factor=2), heads, 50, False), theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_x_transformers_t5_bias(causal):
+    theirs = x_transformers.RelativePositionBias(scale=1.0, causal=causal, num_buckets=32, max_distance=128, heads=4)
+    table = theirs.relative_attention_bias.weight.detach()
+    found, wanted = bias_of(T5Bias(), 4, 200, causal, table=table), theirs(200, 200).detach()
+    assert torch.allclose(found, wanted)
+    assert not torch.allclose(bias_of(T5Bias(max_distance=130), 4, 200, causal, table=table), wanted)

@@ -11,3 +11,12 @@ ANGLE = 5e-3
 
 GRADIENT = 1e-5
 """Absolute, fp32 LoRA gradients with and without recomputation."""
+
+BIAS = 1e-5
+"""Relative to the largest, fp32 biases against float64: a few roundings of a product or a logarithm."""
+
+OUTPUT = 1e-5
+"""Absolute, fp32 attention outputs of size ~1 against float64."""
+
+TWICE = 2.0
+"""Low precision: the error may be this many times that of the plain computation in the same precision."""

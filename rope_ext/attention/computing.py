@@ -23,7 +23,7 @@ def attend(
 ) -> Tensor:
     """softmax(scale * q k^T + bias, where seen) v, exact, never with a matrix of all pairs of a long call.
 
-    A query that sees no key (padding) gets zeros or any finite numbers.
+    A query that sees no key (padding) gets some finite numbers.
     """
     query, key, value = (part.to(query.dtype) for part in (query, key, value))
     repeats = query.shape[1] // key.shape[1]
@@ -66,7 +66,7 @@ def weights(query: Tensor, key: Tensor, layout: Layout, bias: Bias | None, scale
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
     scores = scores + dense(bias, layout, slice(0, layout.q_length), key.shape[2], query.device)
-    return torch.softmax(scores, -1).nan_to_num(0.0).to(query.dtype)
+    return torch.softmax(scores, -1).to(query.dtype)
 
 
 def mask_dtype(query: Tensor) -> torch.dtype:

@@ -36,6 +36,7 @@ class Layout(BlockMask):
         documents: shape (batch, kv_length), int64: a query sees keys of its own document; -1 is padding, and they are
             numbered in their order. None: one document without padding.
         positions: shape (batch, kv_length), int64, where they are not the indices. None: they are.
+        first: the position of key 0, one number or shape (batch, 1): what a sliding cache has let go came before it.
         mask: a mask of the caller's for all pairs, shape (batch or 1, heads or 1, q_length, kv_length): bool, or
             floats that are added to the scores.
     """
@@ -51,11 +52,12 @@ class Layout(BlockMask):
         window: int | None = None,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
+        first: int | Tensor = 0,
         mask: Tensor | None = None,
     ) -> None:  # not BlockMask's: it would want blocks
         self.batch, self.q_length, self.kv_length = batch, q_length, kv_length
         self.offset, self.causal, self.window = offset, causal, window
-        self.documents, self.positions, self.mask = documents, positions, mask
+        self.documents, self.positions, self.first, self.mask = documents, positions, first, mask
         self._runs: list[Run] | None = None
         self._seen: tuple[Tensor, Layout] | None = None
 
@@ -181,8 +183,9 @@ class Layout(BlockMask):
         if self.positions is not None:
             return self.positions.to(device)
         index = torch.arange(self.kv_length, device=device)[None]
+        first = self.first.to(device) if isinstance(self.first, Tensor) else self.first
         if self.documents is None:
-            return index
+            return index + first
         documents = self.documents.to(device)
         before = F.pad(documents.cummax(-1).values, (1, -1), value=-1)
-        return index - torch.where(documents > before, index, 0).cummax(-1).values
+        return index - torch.where(documents > before, index, 0).cummax(-1).values + first

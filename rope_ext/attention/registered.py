@@ -40,15 +40,18 @@ def make_layout(
     """What transformers asks for in place of a mask; the arguments are those of its own mask functions."""
     causal = mask_function is not bidirectional_mask_function
     offset = int(q_offset) - kv_offset if causal else 0
-    documents = None
+    documents: Tensor | None = None
+    first: int | Tensor = kv_offset if causal else 0
     if attention_mask is not None:
+        first = attention_mask[:, :kv_offset].sum(-1, keepdim=True)
         real = attention_mask[:, kv_offset : kv_offset + kv_length]
         real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if not bool(real[:, : offset + q_length if causal else None].all()):
             documents = real.long() - 1
     elif causal and q_length > 1 and not allow_is_causal_skip and mask_function is not causal_mask_function:
         documents = _documents(mask_function, batch_size, q_length, torch.device(device))
-    return Layout(batch_size, q_length, kv_length, offset=offset, causal=causal, window=local_size, documents=documents)
+    where = {"offset": offset, "causal": causal, "window": local_size, "documents": documents, "first": first}
+    return Layout(batch_size, q_length, kv_length, **where)  # type: ignore[arg-type]
 
 
 def _documents(mask_function: Callable[..., Any], batch: int, length: int, device: torch.device) -> Tensor | None:
@@ -78,7 +81,13 @@ def attention(
     layout = as_layout(attention_mask, query, key)
     if position_ids is not None:
         layout = layout.at(position_ids)
-    bias = module.__dict__[BIAS](layout.causal)
+    source = module.__dict__.get(BIAS)
+    if source is None:
+        raise ValueError(
+            f"{type(module).__name__} has no bias to add: attention implementation {NAME!r} works in patched models "
+            "only, and this one was built from the config of one. Build it from an unpatched config, then patch_model."
+        )
+    bias = source(layout.causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     config = module.__dict__.get("config")
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):

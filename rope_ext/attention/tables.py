@@ -27,7 +27,7 @@ def hankel(values: Tensor, first: int, rows: int, keys: int) -> Tensor:
 def dense(bias: Bias | None, layout: Layout, rows: slice, keys: int, device: torch.device) -> Tensor:
     """The additive mask of some queries against the first keys.
 
-    fp32, shape (batch or 1, heads or 1, queries, keys), -inf where a query does not see a key.
+    fp32, shape (batch or 1, heads or 1, queries, keys), -inf where a query that sees some key does not see this one.
     """
     seen = layout.visible(rows, keys, device)
     if bias is None:
@@ -51,4 +51,5 @@ def dense(bias: Bias | None, layout: Layout, rows: slice, keys: int, device: tor
             seen = seen & given
         else:
             numbers = numbers + given
-    return numbers.masked_fill(~seen, float("-inf"))
+    # a query of padding that sees nothing sees everything instead: -inf alone would turn its gradient into nan
+    return numbers.masked_fill(~seen & seen.any(-1, keepdim=True), float("-inf"))
