@@ -1,8 +1,8 @@
 """The contracts of a patch for BLOOM, T5 and the bias seam: every host x every method, in short and in long calls."""
 
+import contextlib
 import copy
 import gc
-import re
 
 import pytest
 import torch
@@ -175,6 +175,14 @@ def test_a_static_cache_equals_the_full_forward(host, method):
     assert (stepwise(model, x, 30, step=7, static=True) - logits(model, x)).abs().max() < LOGITS
 
 
+def eager(stock):
+    """Stock to compare with: in transformers 5.17, the decoder of UMT5 sees the future with sdpa."""
+    for module in stock.modules():
+        if "config" in module.__dict__:
+            module.config._attn_implementation = "eager"
+    return stock
+
+
 def padded(side, missing=17):
     """(two rows, mask): the second row is shorter, its padding not all of one token."""
     long, short = ids(LONG), ids(LONG - missing, seed=3)
@@ -255,8 +263,7 @@ def test_packed_documents_and_jumping_positions(host, method):
 @pytest.mark.parametrize("host", NATIVE)
 def test_the_native_method_equals_stock(host):
     """Outputs of real tokens, padded or not, 1e-4 relative, and the same words."""
-    stock, model = build(host), patch_model(build(host), NATIVE[host])
-    stock.set_attn_implementation("eager")  # with sdpa, the decoder of UMT5 sees the future in transformers 5.17
+    stock, model = eager(build(host)), patch_model(build(host), NATIVE[host])
     for side in ("left", "right"):
         x, mask, _ = padded(side)
         for mask_ in (None, mask):
@@ -308,8 +315,7 @@ def test_saved_is_never_silently_wrong_and_loads_back(host, method, tmp_path):
     model.save_pretrained(tmp_path)
     if describe(model).stock_loadable:
         assert NATIVE[host] == method
-        stock = type(model).from_pretrained(tmp_path).eval()
-        stock.set_attn_implementation("eager")
+        stock = eager(type(model).from_pretrained(tmp_path).eval())
         assert (logits(stock, x) - expected).abs().max() < LOGITS * expected.abs().max()
     else:
         with pytest.raises(Exception, match=r"rope_ext\.load_patched"):
@@ -340,8 +346,7 @@ def test_stock_loads_what_it_can_express(host, factor, tmp_path):
     wanted = logits(model, x)
     model.save_pretrained(tmp_path)
     if factor == 1 or NATIVE[host] == "t5_bias":
-        stock = type(model).from_pretrained(tmp_path).eval()
-        stock.set_attn_implementation("eager")
+        stock = eager(type(model).from_pretrained(tmp_path).eval())
         assert (logits(stock, x) - wanted).abs().max() < LOGITS * wanted.abs().max()
         assert "loads it" in str(describe(model))
     else:
@@ -450,13 +455,14 @@ def test_another_attention_implementation_is_refused_or_right(host, method):
     model = patched(host, method)
     before = logits(model, ids(LONG))
     model.set_attn_implementation("eager")
-    try:
-        found = logits(model, ids(LONG))
-    except ValueError as error:
-        assert re.search(r"after patching.*[Uu]npatch", str(error))
-        return
-    assert host not in FAMILIES  # their own attention would have no bias
-    assert (found - before).abs().max() < LOGITS
+    if host in FAMILIES:  # their own attention would have no bias
+        with pytest.raises(ValueError, match=r"after patching.*unpatch_model"):
+            logits(model, ids(LONG))
+    elif "bloom" in host:
+        assert (logits(model, ids(LONG)) - before).abs().max() < LOGITS
+    else:  # depends on the masks that this transformers version makes
+        with contextlib.suppress(ValueError):
+            assert (logits(model, ids(LONG)) - before).abs().max() < LOGITS
 
 
 @both
