@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,7 +15,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from rope_ext.checkpoint import load_patched
 
@@ -25,28 +35,45 @@ SMOLLM2_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def load(name: str, dtype: str = "auto", device: str | None = None) -> tuple[PreTrainedModel, Any]:
+def load(
+    name: str, dtype: str = "auto", device: str | None = None, *, quantize: bool = False
+) -> tuple[PreTrainedModel, Any]:
     """(model in eval mode, tokenizer).
 
     Args:
         name: folder, Hub id, or "smollm2" (see :func:`smollm2`). A checkpoint saved while patched comes back patched.
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
         device: for example "cuda"; by default CUDA if there is one, else the CPU.
+        quantize: with 4-bit weights (NF4), for QLoRA; needs a GPU and bitsandbytes.
 
     Raises:
         ValueError: nothing loadable under that name.
+        ImportError: ``quantize`` without bitsandbytes.
     """
     target = _device(device)
     path = str(smollm2()) if name == SMOLLM2 else name
     try:
         config = AutoConfig.from_pretrained(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        loader = load_patched if getattr(config, "rope_ext", None) else AutoModelForCausalLM.from_pretrained
-        model: PreTrainedModel = loader(path, dtype=dtype)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        loader = load_patched if getattr(config, "rope_ext", None) else kind.from_pretrained
+        model: PreTrainedModel = loader(path, dtype=dtype, **_four_bits() if quantize else {})
     except (OSError, SafetensorError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot load --model {name!r}: {first_line}") from error
-    return model.to(target).eval(), tokenizer  # type: ignore[arg-type]
+    return (model if quantize else model.to(target)).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def _four_bits() -> dict[str, Any]:
+    if importlib.util.find_spec("bitsandbytes") is None or not torch.cuda.is_available():
+        raise ImportError("4-bit weights need a CUDA GPU and bitsandbytes (pip install bitsandbytes); load without.")
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=True,
+    )
+    return {"quantization_config": settings}
 
 
 def _device(name: str | None) -> torch.device:

@@ -12,7 +12,8 @@ from transformers import EncoderDecoderCache, StaticCache
 from transformers.models.bloom import modeling_bloom
 
 from rope_ext import describe, load_adapter, load_patched, patch_model, registry, save_adapter, unpatch_model
-from rope_ext.attention import choosing
+from rope_ext.attention import choosing, computing, registered
+from rope_ext.patches import hosted
 
 BIASES = [name for name, method in registry.METHODS.items() if method.seam == "bias"]
 LEARNED = [name for name in BIASES if registry.METHODS[name]().parameters(1)]
@@ -132,6 +133,30 @@ def test_the_future_is_unseen_and_nothing_is_left_behind(host, method):
     assert (after[:, :-1] - seen[:, :-1]).abs().max() < LOGITS
     assert (after[:, -1] - seen[:, -1]).abs().max() > 10 * LOGITS
     assert torch.equal(logits(model, short), before)
+
+
+@both
+@few
+def test_the_future_check_fails_on_a_planted_fault(host, method, monkeypatch):
+    def leak(query, key, value, layout, *others):
+        seen = copy.copy(layout)
+        seen.causal = False
+        return computing.attend(query, key, value, seen, *others)
+
+    model = patched(host, method)
+    x = ids(LONG)
+    monkeypatch.setattr(registered, "attend", leak)
+    monkeypatch.setattr(hosted, "attend", leak)
+    changed = x.clone()
+    changed[0, -1] = 3 + (changed[0, -1] - 2) % 50
+    assert (logits(model, changed)[:, :-1] - logits(model, x)[:, :-1]).abs().max() > 10 * LOGITS
+
+
+@both
+@pytest.mark.parametrize("method", BIASES)
+def test_f18_fused_attention_equals_the_weights_written_out(method):
+    model, x = patched("llama", method), ids(LONG)
+    assert (logits(model, x) - logits(model, x, output_attentions=True)).abs().max() < LOGITS
 
 
 @torch.no_grad()
