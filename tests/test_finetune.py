@@ -254,3 +254,23 @@ def test_learning_rates():
     assert rates[24] == pytest.approx(0.1)
     settings.schedule = "constant"
     assert finetune.learning_rate(settings, 20) == 1.0
+
+
+@pytest.mark.parametrize("method", ["yarn", "alibi", "kerple"])
+def test_a_patched_model_shards_trains_and_reloads(method, tmp_path):
+    """FSDP2's fully_shard on a mesh of two CPU processes; accelerate itself ignores FSDP on CPUs."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*launcher, str(ROOT / "tests" / "sharded.py"), str(tmp_path), method],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["shards"] > 10
+    assert result["sharded"] == pytest.approx(result["whole"], abs=SAME)
+    assert result["whole"][0] != pytest.approx(result["whole"][2], abs=100 * SAME)
+    assert result["reloaded"] == result["went on"]
