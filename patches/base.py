@@ -86,7 +86,7 @@ class Patch:
         for module, name, value in self.attributes:
             module.__dict__[name] = value  # past nn.Module, which would make a submodule of it
         for parent, name, module in self.additions:
-            parent.add_module(name, module)
+            parent.add_module(name, _beside(parent, module))
         _replace_configs(root, {id(old): new for old, new in self.configs})
         setattr(self.model, ATTRIBUTE, self)
         if self.tokenizer is not None:
@@ -101,6 +101,8 @@ class Patch:
             setattr(swap.parent, swap.name, swap.old)
         for module, name, _ in self.attributes:
             del module.__dict__[name]
+        # as they are now, wrapped by an adapter perhaps, for whoever attaches this patch again
+        self.additions = [(parent, name, parent.get_submodule(name)) for parent, name, _ in self.additions]
         for parent, name, _ in self.additions:
             delattr(parent, name)
         self._keep_edits()
@@ -147,6 +149,16 @@ class Adapter(ABC):
     @abstractmethod
     def state(self) -> State:
         """The model as it is, unpatched."""
+
+
+def _beside(parent: nn.Module, module: nn.Module) -> nn.Module:
+    """The module on the device and in the dtype that its parent has by now."""
+    theirs, own = next(parent.parameters()), next(module.parameters())
+    if own.is_meta and not theirs.is_meta:
+        module.to_empty(device=theirs.device)
+    return (
+        module if own.device == theirs.device and own.dtype == theirs.dtype else module.to(theirs.device, theirs.dtype)
+    )
 
 
 def copy_configs(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:

@@ -34,7 +34,7 @@ class BloomAttention(HostedAttention):
         """
         fused = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim))
         query, key, value = fused.permute(3, 0, 2, 1, 4)
-        layout = as_layout(attention_mask, query, key).counted()
+        layout = as_layout(attention_mask, query).counted()
         if self.rotation is not None:
             query, key = self.rotation(query, key, layout)
         if layer_past is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,9 +24,10 @@ from .position_bias import BiasSource, PositionBias, attention_note, place
 from .rope_config import UNSTOCKABLE
 from .rotary import checked_table
 
-PLUGIN_NEEDED = {"experts_implementation": UNSTOCKABLE}
-"""Entries of a config that stock transformers would load without its encoding, silently: it checks this one for every
-model, of experts or not, so loading fails and says what to do."""
+PLUGIN_NEEDED = {"experts_implementation": UNSTOCKABLE, "quantization_config": {"quant_method": UNSTOCKABLE}}
+"""Entries of a config that stock transformers would load without its encoding, silently. It checks the first for every
+model, of experts or not, so loading fails and says what to do; the second survives where a config is loaded and saved
+alone, and gives at least a warning that says so."""
 
 BASE = 10000.0
 """b of the rotary frequencies on a host that had none."""
@@ -75,7 +77,7 @@ class HostedAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, dropout: float, weigh: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(output (batch, q_length, heads * head_dim), weights if asked for); keys come turned, from the cache."""
-        bias = self.bias(layout.causal) if self.bias is not None else None
+        bias = self.bias(getattr(self, "is_decoder", True)) if self.bias is not None else None
         if weigh:
             seen = weights(query, key, layout, bias, scale)
             output = torch.matmul(nn.functional.dropout(seen, dropout, training=dropout > 0), value)
@@ -169,11 +171,14 @@ class HostedAdapter(Adapter):
         if hasattr(self.model.config, self.length_name) and usable != length:
             written[self.length_name] = usable
         if entries is None:
-            written |= PLUGIN_NEEDED
+            quantized = getattr(self.model.config, "quantization_config", None) is not None
+            written |= {
+                name: value for name, value in PLUGIN_NEEDED.items() if not (quantized and name.startswith("q"))
+            }
         configs = copy_configs(self.model)
         for old, new in configs:
             for name, value in written.items():
-                setattr(new, name, value)
+                setattr(new, name, copy.deepcopy(value))
             if old is self.model.config:
                 new.rope_ext = {**encoding.to_dict(), **self._original(old, written)}
         state = State(

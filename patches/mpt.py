@@ -34,7 +34,9 @@ class MptAttention(HostedAttention):
         if self.clip_qkv:
             fused = fused.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = fused.unflatten(-1, (3, self.n_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        layout = as_layout(attention_mask, query, key)
+        if isinstance(attention_mask, Tensor):  # one of the caller's: True is what MPT does not see
+            attention_mask = attention_mask.logical_not()
+        layout = as_layout(attention_mask, query)
         if self.rotation is not None:
             query, key = self.rotation(query, key, layout)
         if cache is not None:

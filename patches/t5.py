@@ -52,10 +52,10 @@ class T5Attention(HostedAttention):
         query = self._heads(self.q(hidden_states))
         if key_value_states is not None:
             key, value = self._cross_keys(key_value_states, cache)
-            layout = as_layout(mask, query, key)
+            layout = as_layout(mask, query)
         else:
             key, value = self._heads(self.k(hidden_states)), self._heads(self.v(hidden_states))
-            layout = as_layout(mask, query, key)
+            layout = as_layout(mask, query)
             if self.rotation is not None:
                 query, key = self.rotation(query, key, layout)
             if cache is not None:

@@ -17,7 +17,13 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -48,16 +54,35 @@ def load_patched(path: str | Path, model_class: type[PreTrainedModel] | None = N
     where = {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS}
     config = AutoConfig.from_pretrained(path, **where)
     encoding = take_record(config, str(path))
-    named = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+    named = named_class(config)
     learned = _learned_tensors(path, where) if getattr(encoding, "parameters", lambda heads: {})(1) else {}
     with _quiet_about(learned):
         model: PreTrainedModel = (model_class or named).from_pretrained(path, config=config, **kwargs)
     patch_model(model, encoding)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, value in learned.items():
-            parameters[name].copy_(value)
+    _fill(model, learned, str(path))
     return model
+
+
+def named_class(config: PreTrainedConfig) -> Any:
+    """The model class that a checkpoint's config names."""
+    general = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return getattr(transformers, (config.architectures or [""])[0], general)
+
+
+@torch.no_grad()
+def _fill(model: PreTrainedModel, learned: dict[str, Tensor], where: str) -> None:
+    """Give a patched model what its encoding had learned; names may have or lack the prefix of the base model."""
+    prefix = f"{model.base_model_prefix}."
+    known = {name.removeprefix(prefix): value for name, value in learned.items()}
+    for name, parameter in model.named_parameters():
+        if LEARNED in name:
+            short = name.removeprefix(prefix)
+            if short not in known:
+                raise ValueError(
+                    f"{where} has no tensor {name!r}; it has {sorted(learned)}. Was it saved with adapters that were "
+                    "not merged? Use save_adapter, or merge_and_unload first."
+                )
+            parameter.copy_(known[short])
 
 
 _HUB_ARGUMENTS = (

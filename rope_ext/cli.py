@@ -15,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from rope_ext.api import describe, methods, patch_model, patched
@@ -26,7 +26,7 @@ from rope_ext.evals.needle import Needle
 from rope_ext.evals.perplexity import Perplexity
 from rope_ext.evals.runner import Row, Task, comparable, run
 from rope_ext.evals.text import read_text
-from rope_ext.models import SMOLLM2, load, smollm2
+from rope_ext.models import SMOLLM2, build_empty, load, smollm2
 from rope_ext.registry import find_method
 
 console = Console()
@@ -62,9 +62,8 @@ def _inspect(options: argparse.Namespace) -> None:
     path = str(smollm2()) if options.model == SMOLLM2 else options.model
     config = AutoConfig.from_pretrained(path)
     saved = take_record(config, path) if getattr(config, "rope_ext", None) else None
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
-        model = kind.from_config(config)
+        model = build_empty(config)
     if saved is not None:
         patch_model(model, saved)
     before = describe(model, length=options.length)

@@ -92,14 +92,15 @@ def number(
     return _option(default, check)
 
 
-def integer(default: Any = MISSING, *, at_least: int = 1) -> Any:
+def integer(default: Any = MISSING, *, at_least: int = 1, at_most: int | None = None) -> Any:
     """An option that takes a whole number."""
+    allowed = f"a whole number >= {at_least}" + (f" and <= {at_most}" if at_most is not None else "")
 
     def check(label: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{label} must be a whole number, got {value!r} of type {type(value).__name__}.")
-        if value < at_least:
-            raise ValueError(f"{label} must be a whole number >= {at_least}, got {value!r}.")
+        if int(value) < at_least or (at_most is not None and int(value) > at_most):
+            raise ValueError(f"{label} must be {allowed}, got {value!r}.")
         return int(value)
 
     return _option(default, check)

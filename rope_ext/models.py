@@ -23,10 +23,11 @@ from transformers import (
     BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
-from rope_ext.checkpoint import load_patched
+from rope_ext.checkpoint import load_patched, named_class
 
 SMOLLM2 = "smollm2"
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -62,6 +63,13 @@ def load(
         first_line = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot load --model {name!r}: {first_line}") from error
     return (model if quantize else model.to(target)).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of the class that a checkpoint's config names, without its weights; on the meta device it is free."""
+    kind = named_class(config)
+    model: PreTrainedModel = (kind.from_config if hasattr(kind, "from_config") else kind._from_config)(config)
+    return model
 
 
 def _four_bits() -> dict[str, Any]:

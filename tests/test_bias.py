@@ -125,7 +125,32 @@ def test_kerple_has_gradients_at_distance_zero(kernel):
     assert all(torch.isfinite(value.grad).all() and value.grad.any() for value in parameters.values())
 
 
+@pytest.mark.parametrize("kernel", ["log", "power"])
+@pytest.mark.parametrize("value", [-5.0, 0.0, 0.005])
+def test_kerple_can_come_back_from_below_its_range(kernel, value):
+    parameters = {name: torch.full((4,), value).requires_grad_() for name in ("r1", "r2")}
+    Kerple(kernel=kernel).bias(torch.arange(-5, 1), 4, parameters, True).sum().backward()
+    assert all(given.grad.all() for given in parameters.values())
+
+
+@pytest.mark.parametrize("name", ["c", "threshold"])
+def test_fire_is_finite_where_a_parameter_is_zero(name):
+    parameters = {key: value.requires_grad_() for key, value in Fire().parameters(4).items()}
+    parameters[name] = torch.tensor(0.0, requires_grad=True)
+    places = torch.arange(9)
+    found = Fire().bias(places[None] - places[:, None], 4, parameters, True, places[:, None])
+    found.sum().backward()
+    assert torch.isfinite(found).all()
+    assert all(torch.isfinite(value.grad).all() for value in parameters.values())
+
+
 REFUSED = [
+    ("alibi", {"factor": 0.5}, "`factor`.*>= 1"),
+    ("alibi", {"factor": 1e300}, "`factor`.*<= 1e.06"),
+    ("t5_bias", {"factor": 1e308}, "`factor`"),
+    ("t5_bias", {"original_max_position_embeddings": 10**400}, "`original_max_position_embeddings`"),
+    ("fire", {"width": 10**13}, "`width`.*<= 4096"),
+    ("fire", {"threshold": 10**400}, "`threshold`"),
     ("alibi", {"factor": 0}, "`factor`"),
     ("alibi", {"factor": math.inf}, "`factor`"),
     ("t5_bias", {"factor": 0.5}, "`factor`"),

@@ -595,3 +595,127 @@ def test_stock_attention_is_never_called_with_all_pairs(monkeypatch):
     with Watch(), torch.no_grad():
         model(ids(3000), decoder_input_ids=ids(3000), use_cache=False)
     assert 4 * 3000 * VOCABULARY <= largest < 4 * 3000 * 3000
+
+
+def own_mask(x, kind):
+    """The causal mask written out for all pairs, as a caller may pass it."""
+    seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None, None].expand(len(x), 1, -1, -1)
+    return seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+@both
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize(
+    ("host", "method"),
+    [(host, method) for host in ("llama", "mpt", "t5", "umt5") for method in BIASES]
+    + [("t5", "rope"), ("mpt", "rope")],
+)
+def test_a_mask_of_the_callers_for_all_pairs(host, method, kind):
+    model, x = patched(host, method), ids(50)
+    wanted, mask = logits(model, x), own_mask(x, kind)
+    stock_means = mask.logical_not() if host == "mpt" and kind == "bool" else mask  # True: not seen
+    assert (logits(model, x, stock_means) - wanted).abs().max() < LOGITS
+    name = registry.compat().cache_argument(model)
+    for static in (False, True):
+        encoder = {"encoder_outputs": model.get_encoder()(prompt(), return_dict=True)} if is_t5(model) else {}
+        cache, outputs = None, []
+        width = 60 if static else None
+        if static:
+            cache = StaticCache(config=model.config, max_cache_len=60)
+            if encoder:
+                cache = EncoderDecoderCache(cache, StaticCache(config=model.config, max_cache_len=30))
+        for a, b in ((0, 30), (30, 37), (37, 50)):
+            part = torch.nn.functional.pad(
+                mask[:, :, a:b, :b], (0, (width or b) - b), value=False if kind == "bool" else torch.finfo().min
+            )
+            part = part.logical_not() if host == "mpt" and kind == "bool" else part
+            given = {"decoder_input_ids" if encoder else "input_ids": x[:, a:b]}
+            given["decoder_attention_mask" if encoder else "attention_mask"] = part
+            with torch.no_grad():
+                output = model(**given, **encoder, use_cache=True, **({name: cache} if cache is not None else {}))
+            cache = getattr(output, name)
+            outputs.append(output.logits)
+        assert (torch.cat(outputs, 1) - wanted).abs().max() < LOGITS, static
+
+
+@pytest.mark.parametrize("host", ["mpt", "t5", "umt5"])
+def test_a_mask_of_the_callers_means_what_it_means_in_stock(host):
+    stock, model, x = eager(build(host)), patch_model(build(host), NATIVE[host]), ids(50)
+    mask = own_mask(x, "float")
+    assert (logits(model, x, mask) - logits(stock, x, mask)).abs().max() < 10 * LOGITS
+    assert (logits(stock, x, mask) - logits(stock, x)).abs().max() < 10 * LOGITS
+
+
+@pytest.mark.parametrize(("method", "options"), [("none", {}), ("longrope", {"factor": 4, "long_factor": [1.0] * 3})])
+def test_what_lora_trained_of_the_positions_survives_another_patch(method, options):
+    from peft import LoraConfig, get_peft_model
+
+    from rope_ext import patched as for_a_while
+
+    model = get_peft_model(
+        patched("llama", "kerple"), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["position_bias"])
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "modules_to_save" in name:
+                weight.add_(0.7)
+    wanted, keys = logits(model, ids(LONG)), list(model.state_dict())
+    if options:
+        with pytest.raises(ValueError, match="long_factor"):
+            patch_model(model, method, **options)
+    else:
+        with for_a_while(model, method):
+            assert not torch.equal(logits(model, ids(LONG)), wanted)
+    assert torch.equal(logits(model, ids(LONG)), wanted)
+    assert list(model.state_dict()) == keys
+
+
+def test_learned_positions_follow_a_model_that_was_moved_meanwhile():
+    from rope_ext import patched as for_a_while
+
+    model = patched("bloom", "kerple")
+    with for_a_while(model, "none"):
+        model.to(torch.float64)
+    assert {weight.dtype for weight in model.parameters()} == {torch.float64}
+    with for_a_while(model, "none"):
+        model.to("meta")
+    assert {weight.device.type for weight in model.parameters()} == {"meta"}
+
+
+def test_a_config_that_was_loaded_and_saved_alone_still_warns(tmp_path, caplog):
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    model = patched("bloom", "rope")
+    model.save_pretrained(tmp_path)
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    logging.enable_propagation()
+    type(model).from_pretrained(tmp_path)
+    logging.disable_propagation()
+    assert "rope_ext.load_patched" in caplog.text
+    assert torch.equal(logits(load_patched(tmp_path).eval(), ids(LONG)), logits(model, ids(LONG)))
+
+
+def test_learned_positions_load_with_and_without_a_head(tmp_path):
+    from transformers import BloomForCausalLM, BloomModel, T5EncoderModel
+
+    model = patched("bloom", "kerple")
+    model.save_pretrained(tmp_path / "whole")
+    base = load_patched(tmp_path / "whole", model_class=BloomModel).eval()
+    with torch.no_grad():
+        wanted = model.transformer(ids(LONG)).last_hidden_state
+        assert torch.equal(base(ids(LONG)).last_hidden_state, wanted)
+    base.save_pretrained(tmp_path / "base")
+    again = load_patched(tmp_path / "base", model_class=BloomForCausalLM).eval()
+    assert torch.equal(again.transformer.position_bias.r1, model.transformer.position_bias.r1)
+    both_stacks = patched("t5", "kerple")
+    both_stacks.save_pretrained(tmp_path / "t5")
+    encoder = load_patched(tmp_path / "t5", model_class=T5EncoderModel).eval()
+    with torch.no_grad():
+        assert torch.equal(encoder(ids(30)).last_hidden_state, encoded(both_stacks, ids(30)))
+
+
+@both
+def test_no_rows_give_no_rows():
+    model = patched("bloom", "alibi")
+    assert logits(model, ids(9)[:0]).shape == (0, 9, VOCABULARY)

@@ -25,6 +25,8 @@ def attend(
 
     A query that sees no key (padding) gets some finite numbers.
     """
+    if not query.numel():
+        return torch.zeros_like(query)
     query, key, value = (part.to(query.dtype) for part in (query, key, value))
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:

@@ -78,7 +78,7 @@ def attention(
 
     query (batch, heads, q_length, head_dim); output (batch, q_length, heads, head_dim).
     """
-    layout = as_layout(attention_mask, query, key)
+    layout = as_layout(attention_mask, query)
     if position_ids is not None:
         layout = layout.at(position_ids)
     source = module.__dict__.get(BIAS)
@@ -87,7 +87,7 @@ def attention(
             f"{type(module).__name__} has no bias to add: attention implementation {NAME!r} works in patched models "
             "only, and this one was built from the config of one. Build it from an unpatched config, then patch_model."
         )
-    bias = source(layout.causal)
+    bias = source(True)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     config = module.__dict__.get("config")
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
@@ -99,8 +99,11 @@ def attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def as_layout(mask: Layout | Tensor | None, query: Tensor, key: Tensor) -> Layout:
+def as_layout(mask: Layout | Tensor | None, query: Tensor) -> Layout:
     """The layout that the model was given, or one around a 4-D mask that the caller made.
+
+    Of fewer queries than keys, such a mask does not say which keys they are: the last key that the last query sees is
+    taken for its own.
 
     Raises:
         ValueError: neither.
@@ -108,10 +111,16 @@ def as_layout(mask: Layout | Tensor | None, query: Tensor, key: Tensor) -> Layou
     if isinstance(mask, Layout):
         return mask
     if isinstance(mask, Tensor) and mask.dim() == 4:
-        batch, q_length, kv_length = query.shape[0], query.shape[2], key.shape[2]
-        return Layout(batch, q_length, kv_length, offset=kv_length - q_length, causal=False, mask=mask)
+        (batch, _, q_length), kv_length = query.shape[:3], mask.shape[3]
+        offset = 0
+        if q_length != kv_length:
+            last = mask[:, 0, -1]
+            seen = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+            offset = int((seen * torch.arange(1, kv_length + 1, device=seen.device)).max()) - q_length
+        return Layout(batch, q_length, kv_length, offset=max(offset, 0), causal=False, mask=mask)
+    shape = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     raise ValueError(
-        f"the attention mask is {type(mask).__name__}, where the model's attention implementation {NAME!r} expects "
+        f"the attention mask is {shape}, where the model's attention implementation {NAME!r} expects "
         "what its mask function made: was the attention implementation changed after patching? Unpatch first."
     )
 

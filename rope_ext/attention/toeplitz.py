@@ -115,7 +115,7 @@ def _without_what_cannot_matter(
     query, own = query[:, :, start:stop], key[:, :, first + start : first + stop]
     longest = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32).amax(-1, keepdim=True)
     best = torch.linalg.vector_norm(query, dim=-1, dtype=torch.float32) * longest * abs(scale)
-    gap = (best - torch.einsum("bhnd,bhnd->bhn", query, own).float() * scale).amax((0, 2))
+    gap = (best - torch.einsum("bhnd,bhnd->bhn", query.float(), own.float()) * scale).amax((0, 2))
     margin = math.log(key.shape[2]) + 26 * math.log(2) + 1.0
     matters = numbers >= (numbers[:, -low, None] - gap[:, None] - margin)
     matters |= ~torch.isfinite(gap)[:, None]

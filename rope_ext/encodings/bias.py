@@ -22,6 +22,9 @@ from torch.nn import functional as F
 
 from rope_ext.config import FineTuning, Method, choice, flag, integer, number
 
+LONGEST = 2**40
+"""Tokens; no option that is a length goes beyond."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BiasMethod(Method):
@@ -33,7 +36,7 @@ class BiasMethod(Method):
     values_per_pair: ClassVar[int] = 0
     """Numbers held per pair of tokens while the bias is computed, beside one per head."""
 
-    original_max_position_embeddings: int | None = integer(None, at_least=2)
+    original_max_position_embeddings: int | None = integer(None, at_least=2, at_most=LONGEST)
     """L0, where the config does not tell or tells wrong."""
 
     @abstractmethod
@@ -115,7 +118,7 @@ class Alibi(BiasMethod):
     formula: ClassVar[str] = "-slope_h * |d| / s"
     source: ClassVar[str] = "Press et al. 2021, arXiv:2108.12409, section 3"
     fine_tuning: ClassVar[FineTuning] = "required"
-    factor: float = number(1.0, above=0.0)
+    factor: float = number(1.0, at_least=1.0, at_most=1e6)
     """s; 1 is the published method."""
 
     def bias(
@@ -148,13 +151,13 @@ class T5Bias(BiasMethod):
     formula: ClassVar[str] = "table_h[bucket(d)], max_distance * s"
     source: ClassVar[str] = "Raffel et al. 2020, arXiv:1910.10683, section 2.1"
     fine_tuning: ClassVar[FineTuning] = "required"
-    factor: float = number(1.0, at_least=1.0)
+    factor: float = number(1.0, at_least=1.0, at_most=1e6)
     """s multiplies ``max_distance``, the distance from which all share the last bucket."""
     interpolate: bool = flag(False)
     """Divide distances by s instead."""
-    num_buckets: int | None = integer(None, at_least=4)
+    num_buckets: int | None = integer(None, at_least=4, at_most=4096)
     """By default the checkpoint's, else 32. Encoders use half of them for each direction."""
-    max_distance: int | None = integer(None, at_least=2)
+    max_distance: int | None = integer(None, at_least=2, at_most=LONGEST)
     """In tokens; by default the checkpoint's, else 128."""
 
     def __post_init__(self) -> None:
@@ -225,19 +228,24 @@ class Kerple(BiasMethod):
         queries: Tensor | None = None,
     ) -> Tensor:
         per_head = (heads, *[1] * distances.dim())
-        r1 = parameters["r1"].clamp(min=0.01).view(per_head)
-        r2 = parameters["r2"].clamp(min=0.01).view(per_head)
+        r1 = _kept_within(parameters["r1"], 0.01, math.inf).view(per_head)
+        r2 = _kept_within(parameters["r2"], 0.01, math.inf if self.kernel == "log" else 2.0).view(per_head)
         away = distances.abs().float()
         if self.kernel == "log":
             return -r1 * torch.log1p(r2 * away)
         # the slope of 0^r2 is not finite; distance 0 has no bias whatever r2 is
-        return torch.where(away > 0, -r1 * away.clamp(min=1) ** r2.clamp(max=2.0), 0.0)
+        return torch.where(away > 0, -r1 * away.clamp(min=1) ** r2, 0.0)
 
     def parameters(self, heads: int) -> dict[str, Tensor]:
         spread = (torch.arange(heads) + 0.5) / heads
         if self.kernel == "log":
             return {"r1": 2 * spread, "r2": spread.flip(0)}
         return {"r1": spread.flip(0), "r2": 2 * spread}
+
+
+def _kept_within(values: Tensor, low: float, high: float) -> Tensor:
+    """Clamped, with the gradient of what was not: a parameter that left the range can come back."""
+    return values + (values.clamp(low, high) - values).detach()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,9 +261,9 @@ class Fire(BiasMethod):
     fine_tuning: ClassVar[FineTuning] = "required"
     toeplitz: ClassVar[bool] = False
     values_per_pair: ClassVar[int] = 64
-    width: int = integer(32)
+    width: int = integer(32, at_most=4096)
     """Hidden units of the network."""
-    threshold: int = integer(512)
+    threshold: int = integer(512, at_most=LONGEST)
     """L as it starts, in tokens: shorter contexts are not stretched."""
 
     def bias(
@@ -271,7 +279,7 @@ class Fire(BiasMethod):
         away, c = distances.abs().float(), parameters["c"].abs()
         position = torch.maximum(queries, queries + distances).float()
         limit = torch.maximum(position, (parameters["threshold"] * self.threshold).abs())
-        relative = torch.log1p(c * away) / torch.log1p(c * limit)
+        relative = torch.log1p(c * away) / (torch.log1p(c * limit) + 1e-6)  # also where c or L is trained to zero
         hidden = torch.relu(relative[..., None] * parameters["in_weight"] + parameters["in_bias"])
         return F.linear(hidden, parameters["out_weight"], parameters["out_bias"]).movedim(-1, 0)
 
@@ -299,7 +307,7 @@ class Sandwich(BiasMethod):
     formula: ClassVar[str] = "sum_i cos(d * 10000^(-2i/dim)) * H / (8 (h + 1))"
     source: ClassVar[str] = "Chi et al. 2023, arXiv:2212.10356, section 5"
     fine_tuning: ClassVar[FineTuning] = "required"
-    dim: int = integer(128, at_least=2)
+    dim: int = integer(128, at_least=2, at_most=4096)
     """Channels of the sinusoidal encoding."""
 
     def bias(

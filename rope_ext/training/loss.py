@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 IGNORED = -100
 """The label of a token that is not scored."""
 
-CHUNK = 1024
+CHUNK = 256
 """Tokens whose logits exist at once."""
 
 
