@@ -1,6 +1,8 @@
 """What the fine-tuning recipe is made of: losses, rows, shifted sparse attention, memory."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -267,3 +269,33 @@ def test_the_estimate_knows_what_matters():
     model.requires_grad_(False)
     assert memory.estimate(model, 1024, 1, checkpointing=False).optimizer == 0
     assert "per device" in str(full)
+
+
+def test_freed_memory_is_returned():
+    """In a process of its own: many tensors of some MiB, freed in part, as a training step leaves them."""
+    script = """
+import sys, torch
+from pathlib import Path
+from rope_ext.training.memory import return_freed_memory
+if sys.argv[1] == "yes":
+    return_freed_memory()
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+torch.ones(8 * 2**20)  # glibc raises its threshold once a large block is freed
+before, kept = resident(), []
+for _ in range(40):
+    large = torch.ones(2 * 2**20)
+    kept.append(torch.ones(1000))
+    held = [torch.ones(2 * 2**20) for _ in range(3)]
+    kept.append(torch.ones(1000))
+    del large, held
+print(resident() - before)
+"""
+    found = {
+        answer: float(
+            subprocess.run([sys.executable, "-c", script, answer], capture_output=True, text=True, check=True).stdout
+        )
+        for answer in ("yes", "no")
+    }
+    assert found["yes"] < 8
+    assert found["yes"] <= found["no"]

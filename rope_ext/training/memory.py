@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from rope_ext.training.loss import CHUNK
+
+
+def return_freed_memory() -> None:
+    """Have the C library give freed tensors of a few MiB and more back to the system, at once.
+
+    By default glibc keeps blocks of up to 32 MiB, in which the tensors of a training step leave holes: with SmolLM2 at
+    8,192 tokens two thirds of a process's memory on a CPU. Costs a few percent of time; does nothing elsewhere.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+        mallopt(mmap_threshold, 4 * 2**20)
+        mallopt(trim_threshold, 4 * 2**20)
 
 
 @dataclass(frozen=True)
