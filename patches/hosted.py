@@ -20,7 +20,7 @@ from rope_ext.encodings.rotary import Rotary, RotaryMethod
 from rope_ext.registry import find_method
 
 from .base import Adapter, Channels, Patch, State, Swap, copy_configs
-from .position_bias import BiasSource, PositionBias, attention_note, place
+from .position_bias import BiasSource, PositionBias, attention_note, place_in
 from .rope_config import UNSTOCKABLE
 from .rotary import checked_table
 
@@ -143,29 +143,8 @@ class HostedAdapter(Adapter):
     def plan(self, encoding: Method) -> Patch:
         length = self._trained_length(encoding)
         rotation = self._rotation(encoding, length)
-        swaps = self.other_swaps()
-        additions: list[tuple[nn.Module, str, nn.Module]] = []
-        for stack in self.stacks():
-            made = [self.stand_in(place.module, rotation if place.is_self else None) for place in stack.places]
-            swaps += [
-                Swap(place.parent, place.name, place.module, new, hand_back)
-                for place, new in zip(stack.places, made, strict=True)
-            ]
-            if not isinstance(encoding, BiasMethod):
-                continue
-            own = [new for place, new in zip(stack.places, made, strict=True) if place.is_self]
-            sources = self.native_biases(encoding, own) if isinstance(encoding, self.native) else None
-            if sources is None:
-                shared = PositionBias(encoding, self._heads(), next(own[0].parameters()))
-                source, added = place(shared, stack.root)
-                sources = [source] * len(own)
-                additions += added
-            for stand_in, source in zip(own, sources, strict=True):
-                stand_in.__dict__["bias"] = source  # past nn.Module: the bias has its place in the tree already
-
-        entries = (
-            self.native_entries(encoding) if isinstance(encoding, BiasMethod) and self._is_native(encoding) else None
-        )
+        swaps, additions = self._replacements(encoding, rotation)
+        entries = self.native_entries(encoding) if isinstance(encoding, self.native) else None
         usable = round(length * encoding.extension)  # type: ignore[attr-defined]
         written: dict[str, Any] = {**(entries or {}), "_attn_implementation": NAME}
         if hasattr(self.model.config, self.length_name) and usable != length:
@@ -194,6 +173,29 @@ class HostedAdapter(Adapter):
         )
         return Patch(self.model, encoding, state, swaps, configs, additions=additions)
 
+    def _replacements(
+        self, encoding: Method, rotation: Rotation | None
+    ) -> tuple[list[Swap], list[tuple[nn.Module, str, nn.Module]]]:
+        """(modules in place of the model's, modules that are added for what the bias learns)."""
+        swaps = self.other_swaps()
+        additions: list[tuple[nn.Module, str, nn.Module]] = []
+        for stack in self.stacks():
+            made = [self.stand_in(place.module, rotation if place.is_self else None) for place in stack.places]
+            pairs = list(zip(stack.places, made, strict=True))
+            swaps += [Swap(place.parent, place.name, place.module, new, hand_back) for place, new in pairs]
+            if not isinstance(encoding, BiasMethod):
+                continue
+            own = [new for place, new in pairs if place.is_self]
+            sources = self.native_biases(encoding, own) if isinstance(encoding, self.native) else None
+            if sources is None:
+                shared = PositionBias(encoding, int(self.model.config.num_attention_heads), next(own[0].parameters()))
+                source, added = place_in(stack.root, shared)
+                sources = [source] * len(own)
+                additions += added
+            for stand_in, source in zip(own, sources, strict=True):
+                stand_in.__dict__["bias"] = source  # past nn.Module: the bias has its place in the tree already
+        return swaps, additions
+
     def state(self) -> State:
         length = self._trained_length(None)
         record = getattr(self.model.config, "rope_ext", None)
@@ -220,14 +222,8 @@ class HostedAdapter(Adapter):
         frequencies, scaling = checked_table(encoding, Rotary(dim, BASE, length))
         return Rotation(frequencies, scaling) if frequencies.any() else None
 
-    def _is_native(self, encoding: Method) -> bool:
-        return isinstance(encoding, self.native)
-
-    def _heads(self) -> int:
-        return int(self.model.config.num_attention_heads)
-
     def _fine_tuning(self, encoding: Method) -> FineTuning:
-        if not self._is_native(encoding):
+        if not isinstance(encoding, self.native):
             return "required"
         return "recommended" if encoding.options() else "not needed"
 

@@ -48,7 +48,7 @@ class AtRoot:
         return bias
 
 
-def place(bias: PositionBias, root: nn.Module) -> tuple[BiasSource, list[tuple[nn.Module, str, nn.Module]]]:
+def place_in(root: nn.Module, bias: PositionBias) -> tuple[BiasSource, list[tuple[nn.Module, str, nn.Module]]]:
     """(what gives attention modules the bias, what has to be added to the model for it)."""
     return (AtRoot(root), [(root, ADDED, bias)]) if bias.state_dict() else (bias, [])
 

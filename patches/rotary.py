@@ -22,7 +22,7 @@ from rope_ext.encodings.rotary import Rotary, RotaryMethod, schedule
 from rope_ext.registry import METHODS
 
 from .base import Adapter, Channels, Patch, State, Swap, copy_configs
-from .position_bias import MutedRotary, PositionBias, attention_modules, attention_note, heads_of, place
+from .position_bias import MutedRotary, PositionBias, attention_modules, attention_note, heads_of, place_in
 from .rope_config import SLIDING, UNSTOCKABLE, CheckpointRope, expressions, text_config, write_patch
 from .rotary_module import PatchedRotary, Tables, build, build_as_stock, hand_back, holds, set_table, table_of
 
@@ -99,7 +99,7 @@ class RotaryAdapter(Adapter):
         swaps = [self._swap(found, text_config(top), still, rope.config(), MutedRotary) for found in modules]
         attentions = attention_modules(self.model)
         bias = PositionBias(encoding, heads_of(rope.text), next(attentions[0].parameters()))
-        source, additions = place(bias, getattr(self.model, self.model.base_model_prefix, self.model))
+        source, additions = place_in(getattr(self.model, self.model.base_model_prefix, self.model), bias)
         return Patch(
             self.model,
             encoding,

@@ -128,7 +128,7 @@ class T5Adapter(HostedAdapter):
         return {"relative_attention_max_distance": round((method.max_distance or 128) * method.factor)}
 
     def native_biases(self, encoding: BiasMethod, attentions: list[HostedAttention]) -> list[BiasSource]:
-        method, heads = self._effective(encoding), self._heads()
+        method, heads = self._effective(encoding), int(self.model.config.num_attention_heads)
         first = attentions[0]
         return [
             CheckpointTable(method, heads, own if hasattr(own, "relative_attention_bias") else first)
