@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rope_ext.registry import compat
+
 IGNORED = -100
 """The label of a token that is not scored."""
 
@@ -50,7 +52,7 @@ def hidden_states(model: PreTrainedModel, inputs: dict[str, Tensor], labels: Ten
     hidden = model.get_decoder()(
         input_ids=shifted, encoder_hidden_states=encoded, encoder_attention_mask=mask, use_cache=False
     ).last_hidden_state
-    return hidden * model.config.d_model**-0.5 if getattr(model.config, "scale_decoder_outputs", False) else hidden
+    return hidden * model.config.d_model**-0.5 if compat().scales_decoder_output(model.config) else hidden
 
 
 def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: nn.Module, chunk: int = CHUNK) -> Tensor:
