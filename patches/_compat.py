@@ -13,5 +13,5 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def scales_decoder_output(config: PreTrainedConfig) -> bool:
-    """Whether this T5-like model scales what its head is given by d_model^-0.5; UMT5 had no entry for it before 5.24."""
+    """Whether a T5-like model scales what its head is given by d_model^-0.5; UMT5 had no entry for it before 5.24."""
     return bool(getattr(config, "scale_decoder_outputs", config.tie_word_embeddings))
