@@ -44,12 +44,12 @@ def lora() -> Any:
 def ours(model: Any, tokenizer: Any, lengths: list[int]) -> list[float]:
     from peft import get_peft_model
 
-    from rope_ext.recipes.finetune import kept_results
+    from rope_ext.recipes.finetune import kept_attention
     from rope_ext.training.loss import language_model_loss
     from rope_ext.training.memory import return_freed_memory
 
     return_freed_memory()
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": kept_results})
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": kept_attention})
     model = get_peft_model(model, lora()).train()
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-4)
     seconds = []

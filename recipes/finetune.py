@@ -74,7 +74,7 @@ class Settings:
     max_norm: float = 1.0  # gradients are clipped to this norm
     seed: int = 0
     dtype: str = "float32"  # or "bfloat16"
-    gradient_checkpointing: bool = True  # layers are computed again in the backward pass, the costly parts are kept
+    gradient_checkpointing: bool = True  # layers are computed again in the backward pass, their attention is kept
     eval_every: int = 0  # steps between evaluations at target_length; 0: never
     save_every: int = 50  # steps between checkpoints; 0: at the end only
     tracker: str = "none"  # tensorboard, wandb ...: any that accelerate knows
@@ -160,21 +160,16 @@ def with_lora(model: Any, settings: Settings) -> Any:
     return get_peft_model(model, config)
 
 
-def kept_results(*_: Any) -> Any:
-    """Of a layer that is computed again, keep what costs much to compute and little to keep: attention, and products
-    that are narrower than what they are made from (down projections, grouped keys and values, LoRA's first half).
-    """
+def kept_attention(*_: Any) -> Any:
+    """Of a layer that is computed again, keep the attention: it costs most to compute and little to keep."""
     kernels = [
         getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention", None) for name in ("flash", "efficient")
     ]
     kernels += [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu]
     kept = {kernel.default for kernel in kernels if kernel is not None}
 
-    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
     def policy(_: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-        narrow = operation in products and arguments[-1].shape[1] < arguments[-1].shape[0]
-        return CheckpointPolicy.MUST_SAVE if narrow or operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -350,7 +345,7 @@ def train(settings: Settings) -> Path:
     target = settings.target_length or rope_ext.describe(model).usable_length
     encoder_decoder = bool(model.config.is_encoder_decoder)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": kept_results})
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": kept_attention})
     model = with_lora(model, settings)
     needed = estimate(
         unwrap(model),

@@ -316,6 +316,6 @@ def test_what_is_kept_instead_of_computed_again_changes_no_gradient(host):
         return {name: weight.grad for name, weight in model.named_parameters()}
 
     wanted = gradients(None)
-    found = gradients({"use_reentrant": False, "context_fn": finetune.kept_results})
+    found = gradients({"use_reentrant": False, "context_fn": finetune.kept_attention})
     for name, right in wanted.items():
         assert (found[name] - right).abs().max() < GRADIENT * max(1, right.abs().max()), name
