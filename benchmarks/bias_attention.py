@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 import torch
+from resident import start_of_peak
 from transformers import BloomConfig, BloomModel, PreTrainedModel, T5Config, T5EncoderModel
 
 from rope_ext import patch_model
@@ -66,20 +67,13 @@ def forward(model: PreTrainedModel, length: int) -> tuple[float, torch.Tensor]:
     return time.perf_counter() - start, output
 
 
-def resident(name: str) -> float:
-    """MiB of this process's memory now (VmRSS) or at its peak (VmHWM)."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
-    return int(line.split()[1]) / 1024
-
-
 def measure(host: str, side: str, length: int) -> dict[str, float]:
     """One forward, in this process."""
     model = make(host, side)
     forward(model, 64)
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far was that of loading
+    peak = start_of_peak()  # the peak so far was that of loading
     seconds, _ = forward(model, length)
-    return {"seconds": seconds, "mib": resident("VmHWM") - before}
+    return {"seconds": seconds, "mib": peak()}
 
 
 def in_a_process(host: str, side: str, length: int) -> dict[str, float]:

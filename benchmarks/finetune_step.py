@@ -16,10 +16,10 @@ import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from resident import start_of_peak
 
 from rope_ext.models import load
 
@@ -124,21 +124,14 @@ def in_order(make: Any) -> Any:
     return torch.utils.data.DataLoader(loader.dataset, batch_size=1, shuffle=False, collate_fn=loader.collate_fn)
 
 
-def resident(name: str) -> float:
-    """MiB of this process's memory now (VmRSS) or at its peak (VmHWM)."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
-    return int(line.split()[1]) / 1024
-
-
 def measure(side: str, length: int) -> dict[str, float]:
     model, tokenizer = load("smollm2", dtype="float32", device="cpu")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    peak = start_of_peak()
     plan = [64, length, length]
     seconds = ours(model, tokenizer, plan) if side == "ours" else with_trainer(model, tokenizer, plan, side)
-    return {"seconds": seconds[-1], "gib": (resident("VmHWM") - before) / 1024}
+    return {"seconds": seconds[-1], "gib": peak() / 1024}
 
 
 def main() -> None:

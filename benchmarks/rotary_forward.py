@@ -12,9 +12,9 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
+from resident import start_of_peak
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rope_ext import patch_model
@@ -43,12 +43,6 @@ def forward(model: PreTrainedModel, ids: torch.Tensor) -> tuple[float, torch.Ten
     return time.perf_counter() - start, logits
 
 
-def resident(name: str) -> float:
-    """MiB of this process's memory now (VmRSS) or at its peak (VmHWM)."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
-    return int(line.split()[1]) / 1024
-
-
 def peak_of_one_forward(side: str, name: str, length: int) -> float:
     """MiB that one forward adds on top of the loaded model."""
     command = [sys.executable, __file__, "--model", name, "--length", str(length), "--memory-of", side]
@@ -67,10 +61,9 @@ def main() -> None:
     if options.memory_of:
         model = make(options.memory_of, options.model)
         forward(model, ids[:, :16])
-        before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far was that of loading
+        peak = start_of_peak()  # the peak so far was that of loading
         forward(model, ids)
-        print(resident("VmHWM") - before)
+        print(peak())
         return
 
     models = {side: make(side, options.model) for side in ("stock", "patched")}

@@ -11,7 +11,7 @@ from rope_ext.attention.registered import as_layout
 from rope_ext.encodings.bias import Alibi
 
 from .base import Swap
-from .hosted import HostedAdapter, HostedAttention, Place, Stack
+from .hosted import HostedAdapter, HostedAttention
 
 
 class BloomAttention(HostedAttention):
@@ -56,6 +56,8 @@ class BloomAdapter(HostedAdapter):
     stand_in = BloomAttention
     length_name = "seq_length"
     usual_length = 2048
+    blocks = "h"
+    attention = "self_attention"
 
     def other_swaps(self) -> list[Swap]:
         """BLOOM writes its GELU out, with five temporaries four times as wide as the model: the peak of its memory once
@@ -67,15 +69,3 @@ class BloomAdapter(HostedAdapter):
                 gelu = nn.GELU(approximate="tanh")
                 swaps.append(Swap(module, "gelu_impl", module.get_submodule("gelu_impl"), gelu, _nothing_to_hand_back))
         return swaps
-
-    def stacks(self) -> list[Stack]:
-        root = getattr(self.model, self.model.base_model_prefix, self.model)
-        return [
-            Stack(
-                root,
-                [
-                    Place(block, "self_attention", block.get_submodule("self_attention"))
-                    for block in root.get_submodule("h").children()
-                ],
-            )
-        ]

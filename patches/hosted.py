@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from rope_ext.attention import NAME, Layout, attend
-from rope_ext.attention.computing import weights
+from rope_ext.attention.computing import attend_with_weights
 from rope_ext.checkpoint import PATCHED_ENTRIES
 from rope_ext.config import FineTuning, Method
 from rope_ext.encodings.bias import BiasMethod
@@ -79,10 +78,9 @@ class HostedAttention(nn.Module):
         """(output (batch, q_length, heads * head_dim), weights if asked for); keys come turned, from the cache."""
         bias = self.bias(getattr(self, "is_decoder", True)) if self.bias is not None else None
         if weigh:
-            seen = weights(query, key, layout, bias, scale)
-            output = torch.matmul(nn.functional.dropout(seen, dropout, training=dropout > 0), value)
+            output, seen = attend_with_weights(query, key, value, layout, bias, scale, dropout)
         else:
-            seen, output = None, attend(query, key, value, layout, bias, scale, dropout)
+            output, seen = attend(query, key, value, layout, bias, scale, dropout), None
         return output.transpose(1, 2).flatten(2), seen
 
 
@@ -124,9 +122,16 @@ class HostedAdapter(Adapter):
     usual_length: ClassVar[int]
     """In tokens, where the config does not say."""
 
-    @abstractmethod
+    blocks: ClassVar[str]
+    """The base model's list of layers ..."""
+    attention: ClassVar[str]
+    """... and the attention module of each."""
+
     def stacks(self) -> list[Stack]:
-        """Where attention is."""
+        """Where attention is: by default, one module in each layer of the base model."""
+        root = self.model.base_model
+        layers = root.get_submodule(self.blocks).children()
+        return [Stack(root, [Place(layer, self.attention, layer.get_submodule(self.attention)) for layer in layers])]
 
     def other_swaps(self) -> list[Swap]:
         """Modules beside attention whose memory would otherwise be what limits the length."""

@@ -10,7 +10,7 @@ from rope_ext.attention.registered import as_layout
 from rope_ext.config import Method
 from rope_ext.encodings.bias import Alibi
 
-from .hosted import HostedAdapter, HostedAttention, Place, Stack
+from .hosted import HostedAdapter, HostedAttention
 
 
 class MptAttention(HostedAttention):
@@ -54,14 +54,11 @@ class MptAdapter(HostedAdapter):
     stand_in = MptAttention
     length_name = "max_seq_len"
     usual_length = 2048
+    blocks = "blocks"
+    attention = "attn"
 
     def refusal(self, method: type[Method]) -> str | None:
         bias_max = self.model.config.attn_config.alibi_bias_max
         if bias_max != 8:
             return f"mpt: this checkpoint's slopes are not the published ones (attn_config.alibi_bias_max={bias_max})"
         return super().refusal(method)
-
-    def stacks(self) -> list[Stack]:
-        root = getattr(self.model, self.model.base_model_prefix, self.model)
-        blocks = root.get_submodule("blocks").children()
-        return [Stack(root, [Place(block, "attn", block.get_submodule("attn")) for block in blocks])]

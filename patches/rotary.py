@@ -99,7 +99,7 @@ class RotaryAdapter(Adapter):
         swaps = [self._swap(found, text_config(top), still, rope.config(), MutedRotary) for found in modules]
         attentions = attention_modules(self.model)
         bias = PositionBias(encoding, heads_of(rope.text), next(attentions[0].parameters()))
-        source, additions = place_in(getattr(self.model, self.model.base_model_prefix, self.model), bias)
+        source, additions = place_in(self.model.base_model, bias)
         return Patch(
             self.model,
             encoding,

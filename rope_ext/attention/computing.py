@@ -71,6 +71,15 @@ def weights(query: Tensor, key: Tensor, layout: Layout, bias: Bias | None, scale
     return torch.softmax(scores, -1).to(query.dtype)
 
 
+def attend_with_weights(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, bias: Bias | None, scale: float, dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """As :func:`attend`, and the weights before dropout: with all pairs."""
+    seen = weights(query, key, layout, bias, scale)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return torch.matmul(torch.dropout(seen, dropout, train=dropout > 0), value), seen
+
+
 def mask_dtype(query: Tensor) -> torch.dtype:
     """On the CPU a bias may stay fp32 beside low-precision queries; kernels elsewhere want their dtype."""
     return torch.float32 if query.device.type == "cpu" else query.dtype

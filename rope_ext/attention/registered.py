@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from rope_ext.attention.computing import attend, weights
+from rope_ext.attention.computing import attend, attend_with_weights
 from rope_ext.attention.layout import Layout
 
 NAME = "rope_ext"
@@ -91,10 +91,8 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     config = module.__dict__.get("config")
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
-        seen = weights(query, key, layout, bias, scale)
-        values = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-        dropped = nn.functional.dropout(seen, dropout, training=dropout > 0)
-        return torch.matmul(dropped, values).transpose(1, 2).contiguous(), seen
+        output, seen = attend_with_weights(query, key, value, layout, bias, scale, dropout)
+        return output.transpose(1, 2).contiguous(), seen
     output = attend(query, key, value, layout, bias, scale, dropout)
     return output.transpose(1, 2).contiguous(), None
 

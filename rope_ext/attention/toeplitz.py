@@ -71,13 +71,9 @@ def _run(
         hidden[: max(-low - layout.window + 1, 0)] = True
     heads = query.shape[1]
     reach = [max(-low, high) + 1] * heads
-    if bias is not None:
-        numbers = numbers.masked_fill(hidden, float("-inf"))
-        if prune and low <= 0 <= high:
-            numbers, reach = _without_what_cannot_matter(numbers, low, query, key, first, scale)
-        numbers = numbers.contiguous()
-    else:
-        numbers = numbers.masked_fill(hidden, float("-inf"))
+    numbers = numbers.masked_fill(hidden, float("-inf")).contiguous()
+    if bias is not None and prune and low <= 0 <= high:
+        numbers, reach = _without_what_cannot_matter(numbers, low, query, key, first, scale)
     if layout.window is not None:
         reach = [min(stretch, layout.window) for stretch in reach]
 

@@ -43,8 +43,7 @@ def language_model_loss(model: PreTrainedModel, batch: dict[str, Tensor], chunk:
 def hidden_states(model: PreTrainedModel, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     """What the language model head is given, shape (batch, length, hidden_size)."""
     if not model.config.is_encoder_decoder:
-        base = getattr(model, model.base_model_prefix)
-        hidden: Tensor = base(**inputs, use_cache=False).last_hidden_state
+        hidden: Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
         return hidden
     shifted = model._shift_right(labels)  # type: ignore[operator]
     mask = inputs.get("attention_mask")
