@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType, set_seed
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from tqdm import tqdm
@@ -51,7 +52,7 @@ class Settings:
     method: str = "yarn"  # a method of rope_ext, or "unpatched"
     factor: float = 0.0  # the method's factor; 0 leaves it out
     option: dict[str, Any] = dataclasses.field(default_factory=dict)  # its other options: --option beta_fast=16
-    data: str = "builtin"  # file, folder, hf:NAME, or "builtin"; see rope_ext.training.data.documents
+    data: str = "docstrings"  # (of CPython's library), "builtin", file, folder, hf:NAME; see rope_ext.training.data
     train_length: int = 2048  # tokens per row
     target_length: int = 0  # positions that PoSE reaches and evaluation reads; 0: the patched model's usable length
     pose: bool = False  # positional skip-wise training: short rows, positions up to target_length
@@ -77,7 +78,7 @@ class Settings:
     gradient_checkpointing: bool = True  # layers are computed again in the backward pass, their attention is kept
     eval_every: int = 0  # steps between evaluations at target_length; 0: never
     save_every: int = 50  # steps between checkpoints; 0: at the end only
-    tracker: str = "none"  # tensorboard, wandb ...: any that accelerate knows
+    tracker: str = "tensorboard"  # wandb ...: any that accelerate knows; or "none"
     resume: bool = False  # go on from the checkpoint in out
     out: str = "finetuned"
     merge: bool = False  # also write the merged model, for stock tools
@@ -117,6 +118,7 @@ def parse(arguments: list[str]) -> Settings:
         "max_steps": settings.max_steps < 1,
         "micro_batch": settings.micro_batch < 1 or settings.global_batch % settings.micro_batch != 0,
         "lr": not settings.lr > 0,
+        "tracker": settings.tracker not in ("none", *map(str, LoggerType)),
         "s2": settings.s2 and settings.train_length % 8 != 0,
     }
     for name, wrong in problems.items():
@@ -223,6 +225,15 @@ def sentinels(tokenizer: Any) -> list[int]:
     if not found:
         raise SystemExit("this tokenizer has no <extra_id_0>: span corruption needs T5's sentinels.")
     return found
+
+
+def tracker_of(settings: Settings) -> str | None:
+    """Its name, if it is wanted and installed; ``log.jsonl`` is written in any case."""
+    if settings.tracker in map(str, get_available_trackers()):
+        return settings.tracker
+    if settings.tracker != "none":
+        print(f"tracker {settings.tracker} is not installed: only log.jsonl is written.")
+    return None
 
 
 def learning_rate(settings: Settings, step: int) -> float:
@@ -336,7 +347,7 @@ def train(settings: Settings) -> Path:
             f"{world} processes."
         )
     micro_steps = settings.global_batch // (settings.micro_batch * world)
-    tracked = None if settings.tracker == "none" else settings.tracker
+    tracked = tracker_of(settings)
     accelerator = Accelerator(
         gradient_accumulation_steps=micro_steps, mixed_precision=mixed, log_with=tracked, project_dir=settings.out
     )

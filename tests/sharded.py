@@ -4,6 +4,7 @@ torchrun --nproc_per_node 2 tests/sharded.py FOLDER METHOD
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -73,7 +74,9 @@ def main(folder, method):
     if rank == 0:
         result["whole"] = losses(make(method), STEPS)
         (Path(folder) / "result.json").write_text(json.dumps(result))
+    distributed.barrier()  # nobody leaves while the other still computes
     distributed.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort an interpreter that is shutting down
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ SHORT = {
     "warmup": 2,
     "lora_rank": 4,
     "save_every": 2,
+    "tracker": "none",
 }
 SAME = 1e-5
 """Losses of the same step, computed by other numbers of processes."""
@@ -100,7 +101,8 @@ def test_two_processes_equal_one(plain, tmp_path):
 
 def test_other_micro_batches_equal_one_and_other_seeds_do_not(plain, tmp_path):
     out, _ = plain
-    finish(tmp_path / "wide", micro_batch=4)
+    finish(tmp_path / "wide", micro_batch=4, tracker="tensorboard")
+    assert list((tmp_path / "wide" / "rope_ext").glob("events.out.tfevents.*"))
     assert losses(tmp_path / "wide") == pytest.approx(losses(out), abs=SAME)
     finish(tmp_path / "seed", seed=1, max_steps=2)
     assert losses(tmp_path / "seed") != pytest.approx(losses(out)[:2], abs=100 * SAME)
@@ -216,6 +218,7 @@ def test_settings_come_from_the_command_over_the_file_over_the_defaults(tmp_path
         ({"lr": -1.0}, "'lr'"),
         ({"global_batch": 3, "micro_batch": 2}, "'micro_batch'"),
         ({"dtype": "float8"}, "'dtype'"),
+        ({"tracker": "notebook"}, "'tracker'"),
     ],
 )
 def test_bad_settings_are_named(written, said, tmp_path):

@@ -182,6 +182,9 @@ def test_sources(tmp_path):
     assert list(data.documents(str(tmp_path))) == ["first", "more", "second"]
     assert list(data.documents(str(tmp_path / "b.txt"))) == ["second"]
     assert len(list(data.documents("builtin"))) > 50
+    docstrings = list(data.documents("docstrings"))
+    assert 1e6 < sum(map(len, docstrings)) < 4e6
+    assert not any('The "if" statement\n' in text for text in docstrings)  # not what evaluations read
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"words": 1}\n')
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2"):
         list(data.documents(str(tmp_path / "bad.jsonl")))

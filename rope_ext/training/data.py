@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pydoc_data.topics
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,10 @@ from torch import Tensor
 from rope_ext.training.loss import IGNORED
 
 BUILT_IN = "builtin"
-"""The language reference that comes with every CPython: text without a download."""
+"""The language reference that comes with every CPython: text without a download. Evaluations read it by default."""
+
+DOCSTRINGS = "docstrings"
+"""The docstrings of CPython's standard library (1.6 MB), one document per module: to train on what is not evaluated."""
 
 Tokenize = Callable[[str], list[int]]
 
@@ -24,7 +29,7 @@ def documents(source: str) -> Iterator[str]:
     """The texts of a source, one after the other, in an order that does not change.
 
     Args:
-        source: "builtin"; a file (.txt: one document; .jsonl: one per line, field "text"); a folder of such files; or
+        source: "builtin"; "docstrings"; a file (.txt: one document; .jsonl: one per line, field "text"); a folder of such files; or
             "hf:NAME[:SPLIT[:COLUMN]]", a Hugging Face dataset, streamed (default split "train", column "text").
 
     Raises:
@@ -32,6 +37,8 @@ def documents(source: str) -> Iterator[str]:
     """
     if source == BUILT_IN:
         yield from (text for _, text in sorted(pydoc_data.topics.topics.items()))
+    elif source == DOCSTRINGS:
+        yield from _docstrings()
     elif source.startswith("hf:"):
         yield from _dataset(*source.split(":")[1:])
     else:
@@ -40,9 +47,26 @@ def documents(source: str) -> Iterator[str]:
             sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".jsonl")) if path.is_dir() else [path]
         )
         if not files or not all(file.is_file() for file in files):
-            raise ValueError(f"data={source!r}: no such file or folder with .txt or .jsonl files; or use {BUILT_IN!r}.")
+            raise ValueError(
+                f"data={source!r}: no such file or folder with .txt or .jsonl files; or use {DOCSTRINGS!r}."
+            )
         for file in files:
             yield from _lines(file) if file.suffix == ".jsonl" else [file.read_text(encoding="utf-8")]
+
+
+def _docstrings() -> Iterator[str]:
+    library = Path(sysconfig.get_path("stdlib"))
+    for file in sorted(library.rglob("*.py")):
+        if {"site-packages", "test", "tests", "pydoc_data"} & set(file.relative_to(library).parts):
+            continue
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+        if any(found):
+            yield "\n\n".join(text for text in found if text)
 
 
 def _lines(file: Path) -> Iterator[str]:
