@@ -29,8 +29,9 @@ def documents(source: str) -> Iterator[str]:
     """The texts of a source, one after the other, in an order that does not change.
 
     Args:
-        source: "builtin"; "docstrings"; a file (.txt: one document; .jsonl: one per line, field "text"); a folder of such files; or
-            "hf:NAME[:SPLIT[:COLUMN]]", a Hugging Face dataset, streamed (default split "train", column "text").
+        source: "builtin"; "docstrings"; a file (.txt: one document; .jsonl: one per line, field "text"); a folder of
+            such files; or "hf:NAME[:SPLIT[:COLUMN]]", a Hugging Face dataset, streamed (default split "train", column
+            "text").
 
     Raises:
         ValueError: nothing there, or a line without text.
