@@ -54,7 +54,7 @@ def make(host: str, side: str) -> PreTrainedModel:
             torch.nn.init.normal_(block.self_attention.query_key_value.weight, std=math.sqrt(2 / 1024))
         native = "alibi"
     if side in ("patched", "bare"):
-        patch_model(model, native if side == "patched" else "none")
+        patch_model(model, native if side == "patched" else "nope")
     return model
 
 

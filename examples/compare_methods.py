@@ -6,8 +6,8 @@ python examples/compare_methods.py [MODEL]
 import sys
 
 import rope_ext
-from rope_ext.evals.perplexity import Perplexity
 from rope_ext.evals.runner import run
+from rope_ext.evals.tasks.perplexity import Perplexity
 from rope_ext.evals.text import read_text
 from rope_ext.models import load
 

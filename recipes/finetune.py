@@ -34,9 +34,9 @@ from tqdm import tqdm
 
 import rope_ext
 from rope_ext.api import unwrap
-from rope_ext.evals.needle import Needle
-from rope_ext.evals.perplexity import Perplexity
 from rope_ext.evals.runner import run
+from rope_ext.evals.tasks.needle import Needle
+from rope_ext.evals.tasks.perplexity import Perplexity
 from rope_ext.models import load
 from rope_ext.training import data as rows_of
 from rope_ext.training.loss import IGNORED, language_model_loss

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PreTrainedModel
@@ -21,11 +20,13 @@ from transformers.utils import logging as transformers_logging
 from rope_ext.api import describe, methods, patch_model, patched
 from rope_ext.checkpoint import export, take_record
 from rope_ext.config import Method
-from rope_ext.evals import memory, plots, results
-from rope_ext.evals.needle import Needle
-from rope_ext.evals.perplexity import Perplexity
-from rope_ext.evals.runner import Row, Task, comparable, run
-from rope_ext.evals.text import read_text
+from rope_ext.evals import options as evaluations
+from rope_ext.evals import plots
+from rope_ext.evals.identity import trained_length
+from rope_ext.evals.reading import Limits
+from rope_ext.evals.results import Results
+from rope_ext.evals.runner import Task, comparable, run
+from rope_ext.evals.sweeping import setups, summary_table, sweep
 from rope_ext.models import SMOLLM2, build_empty, load, smollm2
 from rope_ext.registry import find_method
 
@@ -83,39 +84,97 @@ def _inspect(options: argparse.Namespace) -> None:
         console.print(f"wrote {options.plot}")
 
 
-def _perplexity(options: argparse.Namespace) -> None:
-    task = Perplexity(
-        read_text(options.text),
-        options.lengths,
-        bins=options.bins,
-        stride=options.stride,
-        windows=options.windows,
-        samples=options.limit,
-    )
-    rows = _run(task, options, results.perplexity_bins, plots.perplexity_plot)
-    table = Table("length", "tokens", "perplexity", title=f"Perplexity, {rows[0]['label']}", title_justify="left")
-    for row in rows:
-        table.add_row(f"{row['length']:,}", f"{row['start']:,} - {row['end']:,}", f"{row['perplexity']:.3f}")
-    console.print(table, f"wrote {options.out}/{task.name}.jsonl, .csv, .png")
+def _eval(options: argparse.Namespace) -> None:
+    kinds = evaluations.kinds()
+    names = list(kinds) if options.task == "all" else [options.task]
+    tasks = [kinds[name].make(options) for name in names]
+    encoding = _encoding(options)
+    model, tokenizer = load(options.model, options.dtype, _device(options))
+    options.out.mkdir(parents=True, exist_ok=True)
+    with _patched(model, encoding):
+        for task in tasks:
+            if task.name == "perplexity" and options.task == "all" and model.config.is_encoder_decoder:
+                console.print("perplexity: left out, it needs a causal language model")
+                continue
+            rows = run(task, model, tokenizer, options.out, **_running(options))
+            if _first():
+                every = comparable(task, tokenizer, model, options.out)
+                Results(task.name, every, trained_length(model)).save(options.out)
+                _show(Results(task.name, rows), task)
+                console.print(f"wrote {options.out}/{task.name}.jsonl, .csv, .png", highlight=False, soft_wrap=True)
 
 
-def _needle(options: argparse.Namespace) -> None:
-    task = Needle(
-        read_text(options.text),
-        options.lengths,
-        options.depths,
-        samples=options.limit,
-        seed=options.seed,
-        chat=options.chat,
-    )
-    cells = _run(task, options, results.needle_cells, plots.needle_heatmap)
-    title = f"Needle, {cells[0]['label']}"
-    table = Table("length", "depth %", "n", "score", "95 % interval", "log p", title=title, title_justify="left")
+def _show(results: Results, task: Task) -> None:
+    cells = results.cells()
+    if not cells:
+        return
+    columns = [name for name in cells[0] if name not in ("label", "low", "high")]
+    shown = [*columns, "95 % interval"] if "low" in cells[0] else columns
+    titled = [name.replace("_", " ").replace("answer log probability", "log p") for name in shown]
+    table = Table(*titled, title=f"{task.name}, {cells[0]['label']}", title_justify="left")
     for cell in cells:
-        interval, log_p = f"{cell['low']:.2f} - {cell['high']:.2f}", f"{cell['answer_log_probability']:.2f}"
-        row = f"{cell['length']:,}", str(cell["depth"]), str(cell["n"]), f"{cell['score']:.2f}", interval, log_p
-        table.add_row(*row)
-    console.print(table, f"wrote {options.out}/{task.name}.jsonl, .csv, .png")
+        interval = [f"{cell['low']:.2f} - {cell['high']:.2f}"] if "low" in cell else []
+        table.add_row(*(_number(cell[name]) for name in columns), *interval)
+    console.print(table)
+    if task.usage is not None:
+        console.print(str(task.usage), highlight=False, soft_wrap=True)
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.3f}" if isinstance(value, float) and value % 1 else f"{value:,g}" if _is(value) else str(value)
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    kinds = evaluations.kinds()
+    unknown = [name for name in options.tasks if name not in kinds]
+    if unknown:
+        raise ValueError(f"--tasks: unknown task {unknown[0]!r}; there are {', '.join(kinds)}.")
+    wanted = setups(options.methods, options.factor)
+    tasks = [kinds[name].make(options) for name in options.tasks]
+    model, tokenizer = load(options.model, options.dtype, _device(options))
+    made = sweep(model, tokenizer, wanted, tasks, options.out, **_running(options))
+    if not _first():
+        return
+    header, lines = summary_table(made.summary(), made.trained_length)
+    table = Table(*header, title=f"{len(lines)} setups of {options.model}", title_justify="left")
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+    lead = f"{options.model}: " + "; ".join(f"{name} over {_span(found)}" for name, found in made.results.items()) + "."
+    page = made.write(options.out, "Which encoding holds up", lead)
+    console.print(f"wrote {page} and, per task, .jsonl, .csv, .png", highlight=False, soft_wrap=True)
+
+
+def _span(found: Results) -> str:
+    tokens = sorted({int(row["length"] if "length" in row else row["tokens"]) for row in found.rows})
+    rows = len({tuple(sorted((name, str(row[name])) for name in row if name in _ASKED)) for row in found.rows})
+    return f"{rows} rows of {tokens[0]:,} to {tokens[-1]:,} tokens"
+
+
+_ASKED = ("length", "depth", "sample", "pairs", "documents", "position", "subtask")
+
+
+def _running(options: argparse.Namespace) -> dict[str, Any]:
+    """What :func:`rope_ext.evals.runner.run` is told beside the task."""
+    limits = Limits(chunk=options.chunk, batch_tokens=options.batch_tokens, reuse=not options.no_reuse)
+    most = None if options.max_memory is None else int(options.max_memory * 1e9)
+    return {"limits": limits, "max_memory": most, "spread": True}
+
+
+def _first() -> bool:
+    """Whether this is the process that writes and prints, of those that torchrun or accelerate launch started."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _device(options: argparse.Namespace) -> str | None:
+    """Each process on a GPU of its own."""
+    if options.device is None and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+        return f"cuda:{os.environ['LOCAL_RANK']}"
+    return options.device
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -133,40 +192,14 @@ def _demo(options: argparse.Namespace) -> None:
     demo(model, tokenizer, options.out, options.quick, console)
 
 
-def _run(
-    task: Task,
-    options: argparse.Namespace,
-    tabulate: Callable[[Sequence[Row]], list[Row]],
-    draw: Callable[[Sequence[Row], int | None], Figure],
-) -> list[Row]:
-    """Measure; write table and picture of all comparable rows in the folder; return this run's table."""
-    encoding = _encoding(options)
-    model, tokenizer = load(options.model, options.dtype, options.device)
-    options.out.mkdir(parents=True, exist_ok=True)
-    console.print(f"memory: {memory.check(model, max(options.lengths))}", highlight=False)
-    with _patched(model, encoding):
-        rows = run(task, model, tokenizer, options.out)
-        every, trained = comparable(task, tokenizer, model, options.out), _trained_length(model)
-    results.write_csv(options.out / f"{task.name}.csv", tabulate(every))
-    plots.save(draw(every, trained), options.out / f"{task.name}.png")
-    return tabulate(rows)
-
-
-def _trained_length(model: PreTrainedModel) -> int | None:
-    try:
-        return describe(model).trained_length
-    except ValueError:  # an architecture without rotary positions can be evaluated, too
-        return None
-
-
 def _encoding(options: argparse.Namespace) -> Method | None:
-    """What --method, --factor and --option ask for; checked before any model is loaded."""
+    """What --method, --factor and --option ask for; checked before any model is loaded. None: leave the model."""
     given = dict(options.option or [])
     if options.factor is not None:
         if "factor" in given:
             raise ValueError(f"--factor {options.factor:g} and --option factor={given['factor']} are both given.")
         given["factor"] = options.factor
-    if options.method is not None:
+    if options.method not in (None, "none", "unpatched"):
         return find_method(options.method).from_options(given)
     if given:
         raise ValueError(f"--factor and --option need a --method, got {given}.")
@@ -193,24 +226,41 @@ def _parser() -> argparse.ArgumentParser:
 
     task = argparse.ArgumentParser(add_help=False)
     task.add_argument("--text", default="builtin", help="builtin, noise, a file, a folder, or hf:NAME")
-    task.add_argument("--lengths", type=_integers, default=[4096, 8192, 12288], help="tokens, comma-separated")
+    task.add_argument("--lengths", type=evaluations.whole_numbers, default=[4096, 8192, 12288], help="tokens, a,b,c")
     task.add_argument("--limit", type=int, default=1, help="samples per cell")
     task.add_argument("--seed", type=int, default=0)
+    task.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
     task.add_argument("--out", type=Path, default=Path("rope-ext-results"), help="folder for rows, tables, pictures")
+    task.add_argument("--max-memory", type=float, metavar="GB", help="refuse what would take more, weights included")
+    task.add_argument("--chunk", type=_positive, default=Limits.chunk, help="tokens a forward pass reads of a prompt")
+    task.add_argument(
+        "--batch-tokens", type=_positive, default=Limits.batch_tokens, help="cached tokens decoded together"
+    )
+    task.add_argument("--no-reuse", action="store_true", help="read beginnings that prompts share again for each")
 
     inspect = _command(commands, "inspect", _inspect, "what positions a checkpoint has, and which methods fit", method)
     inspect.add_argument("model", metavar="MODEL", help=f"folder, Hub id, or {SMOLLM2}; weights are not loaded")
     inspect.add_argument("--length", type=int, help="tokens at which channels are judged; default: the usable length")
     inspect.add_argument("--plot", type=Path, metavar="PNG", help="draw the wavelength of each channel pair")
 
-    perplexity = _command(commands, "perplexity", _perplexity, "perplexity of a long text", model, method, task)
-    perplexity.add_argument("--bins", type=int, default=8, help="position bins of one forward")
-    perplexity.add_argument("--stride", type=int, help="sliding windows of this stride instead of one forward")
-    perplexity.add_argument("--windows", type=int, default=10, help="how many sliding windows")
-
-    needle = _command(commands, "needle", _needle, "find one fact in a long text", model, method, task)
-    needle.add_argument("--depths", type=_numbers, default=[0, 25, 50, 75, 100], help="percent, comma-separated")
-    needle.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
+    kinds = evaluations.kinds()
+    evaluate: Any = commands.add_parser("eval", help="one long-context task, or all", description="Long-context tasks.")
+    tasks = evaluate.add_subparsers(required=True, metavar="TASK")
+    for name, kind in kinds.items():
+        places = [tasks, commands] if name in ("perplexity", "needle") else [tasks]
+        for place in places:
+            parser_of = _command(place, name, _eval, kind.help, model, method, task)
+            parser_of.set_defaults(task=name)
+            kind.add(parser_of)
+    everything = _command(tasks, "all", _eval, "every task", model, method, task)
+    everything.set_defaults(task="all")
+    sweeper = _command(commands, "sweep", _sweep, "several methods on the same rows, one report", model, task)
+    sweeper.add_argument("--methods", type=evaluations.names, required=True, help="a,b,c; none is the model as it is")
+    sweeper.add_argument("--factor", type=evaluations.numbers, default=[], help="a,b: each method with each of them")
+    sweeper.add_argument("--tasks", type=evaluations.names, default=["perplexity", "needle"], help=", ".join(kinds))
+    for kind in kinds.values():
+        kind.add(everything)
+        kind.add(sweeper)
 
     exporter = _command(commands, "export", _export, "write a checkpoint for stock tools", model, method)
     exporter.add_argument("--out", type=Path, required=True, help="the folder to make")
@@ -226,7 +276,7 @@ def _command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], None], help_: str, *parents: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help_, description=help_, parents=list(parents))
-    parser.set_defaults(command=run, resumes=name in ("perplexity", "needle", "demo"))
+    parser.set_defaults(command=run, resumes=run in (_eval, _sweep, _demo))
     return parser
 
 
@@ -240,21 +290,10 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _integers(text: str) -> list[int]:
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of whole numbers") from None
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} holds a number below 1")
-    return values
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of numbers") from None
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from rope_ext.api import describe, patched
-from rope_ext.evals.needle import Needle
-from rope_ext.evals.perplexity import Perplexity
-from rope_ext.evals.plots import frequency_plot, needle_heatmap, perplexity_plot, save
+from rope_ext.evals.plots import frequency_plot, heatmap, perplexity_plot, save
 from rope_ext.evals.report import Page, code, picture, table
-from rope_ext.evals.results import labels, needle_cells, perplexity_bins, write_csv
+from rope_ext.evals.results import labels, perplexity_bins, score_cells, write_csv
 from rope_ext.evals.runner import Row, run
+from rope_ext.evals.tasks.needle import Needle
+from rope_ext.evals.tasks.perplexity import Perplexity
 from rope_ext.evals.text import read_text
 
 FACTOR = 2.0
@@ -56,11 +56,11 @@ def demo(model: PreTrainedModel, tokenizer: Any, out: Path, quick: bool, console
     pictures = {
         "frequencies": frequency_plot(descriptions),
         "perplexity": perplexity_plot(rows["perplexity"], trained, f"Perplexity by position, {length:,} tokens"),
-        "needle": needle_heatmap(rows["needle"], trained, f"Needle in a haystack of {needle_length:,} tokens"),
+        "needle": heatmap(rows["needle"], "depth", trained, f"Needle in a haystack of {needle_length:,} tokens"),
     }
     for name, figure in pictures.items():
         save(figure, out / f"{name}.png")
-    bins, cells = perplexity_bins(rows["perplexity"]), needle_cells(rows["needle"])
+    bins, cells = perplexity_bins(rows["perplexity"]), score_cells(rows["needle"], ("length", "depth"))
     write_csv(out / "perplexity.csv", bins)
     write_csv(out / "needle.csv", cells)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -27,7 +28,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rope_ext.checkpoint import load_patched, named_class
+from rope_ext.api import patch_model
+from rope_ext.checkpoint import load_adapter, load_patched, named_class
 
 SMOLLM2 = "smollm2"
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -42,7 +44,8 @@ def load(
     """(model in eval mode, tokenizer).
 
     Args:
-        name: folder, Hub id, or "smollm2" (see :func:`smollm2`). A checkpoint saved while patched comes back patched.
+        name: folder, Hub id, or "smollm2" (see :func:`smollm2`). A checkpoint saved while patched comes back patched;
+            the folder of a LoRA adapter gives its base model, patched as the adapter records, with the adapter merged.
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
         device: for example "cuda"; by default CUDA if there is one, else the CPU.
         quantize: with 4-bit weights (NF4), for QLoRA; needs a GPU and bitsandbytes.
@@ -53,6 +56,8 @@ def load(
     """
     target = _device(device)
     path = str(smollm2()) if name == SMOLLM2 else name
+    if (Path(path) / "adapter_config.json").is_file():
+        return _with_adapter(Path(path), dtype, device)
     try:
         config = AutoConfig.from_pretrained(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -63,6 +68,21 @@ def load(
         first_line = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot load --model {name!r}: {first_line}") from error
     return (model if quantize else model.to(target)).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def _with_adapter(folder: Path, dtype: str, device: str | None) -> tuple[PreTrainedModel, Any]:
+    from peft import PeftModel
+
+    recorded = json.loads((folder / "adapter_config.json").read_text())
+    model, tokenizer = load(str(recorded["base_model_name_or_path"]), dtype, device)
+    encoding = recorded.get("rope_ext")
+    if encoding is None:
+        adapted = PeftModel.from_pretrained(model, str(folder))
+    else:
+        if encoding["method"] != "unpatched":
+            patch_model(model, encoding["method"], tokenizer=tokenizer, **encoding["options"])
+        adapted = load_adapter(model, folder)
+    return adapted.merge_and_unload().eval(), tokenizer
 
 
 def build_empty(config: PreTrainedConfig) -> PreTrainedModel:

@@ -84,7 +84,7 @@ OPTIONS = {
     "abf": {"factor": 4, "base": 2e5},
     "lrope": {},
     "pient": {"factor": 4},
-    "none": {},
+    "nope": {},
     "alibi": {"factor": 2},
     "t5_bias": {"factor": 2},
     "kerple": {},

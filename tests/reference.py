@@ -84,7 +84,7 @@ def pient(d, b, n, s):
     return [t / s if n * t / (2 * math.pi) < 1 else f for t, f in zip(plain, fast, strict=True)], 1.0
 
 
-def none(d, b, n):
+def nope(d, b, n):
     return [0.0] * (d // 2), 1.0
 
 

@@ -646,7 +646,7 @@ def test_a_mask_of_the_callers_means_what_it_means_in_stock(host):
     assert (logits(stock, x, mask) - logits(stock, x)).abs().max() < 10 * LOGITS
 
 
-@pytest.mark.parametrize(("method", "options"), [("none", {}), ("longrope", {"factor": 4, "long_factor": [1.0] * 3})])
+@pytest.mark.parametrize(("method", "options"), [("nope", {}), ("longrope", {"factor": 4, "long_factor": [1.0] * 3})])
 def test_what_lora_trained_of_the_positions_survives_another_patch(method, options):
     from peft import LoraConfig, get_peft_model
 
@@ -674,10 +674,10 @@ def test_learned_positions_follow_a_model_that_was_moved_meanwhile():
     from rope_ext import patched as for_a_while
 
     model = patched("bloom", "kerple")
-    with for_a_while(model, "none"):
+    with for_a_while(model, "nope"):
         model.to(torch.float64)
     assert {weight.dtype for weight in model.parameters()} == {torch.float64}
-    with for_a_while(model, "none"):
+    with for_a_while(model, "nope"):
         model.to("meta")
     assert {weight.device.type for weight in model.parameters()} == {"meta"}
 

@@ -3,23 +3,29 @@
 import copy
 import json
 import math
+import re
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from rope_ext import patch_model, patched, unpatch_model
 from rope_ext.api import unwrap
 from rope_ext.evals import memory
-from rope_ext.evals.decoding import Prompt
-from rope_ext.evals.needle import Needle, Wording
-from rope_ext.evals.perplexity import Perplexity
-from rope_ext.evals.results import needle_cells, perplexity_bins, wilson, write_csv
-from rope_ext.evals.runner import Task, comparable, fingerprint, run
+from rope_ext.evals.identity import fingerprint
+from rope_ext.evals.memory import Holding
+from rope_ext.evals.questions import encode
+from rope_ext.evals.results import perplexity_bins, score_cells, wilson, write_csv
+from rope_ext.evals.runner import Task, comparable, run
 from rope_ext.evals.scoring import token_nll
+from rope_ext.evals.tasks.needle import Needle, Wording
+from rope_ext.evals.tasks.perplexity import Perplexity
 from rope_ext.evals.text import NOISE, read_text, sentences
 
 NOISE_TEXT = " ".join(NOISE)
+
+
+def asked(task, tokenizer, length, depth):
+    return task.question(tokenizer, {"length": length, "depth": depth, "sample": 0})
 
 
 @pytest.mark.parametrize("depth", [0, 33, 50, 100])
@@ -27,14 +33,14 @@ NOISE_TEXT = " ".join(NOISE)
 def test_f42_one_bos_an_intact_needle_and_the_true_length(small, length, depth):
     _, tokenizer = small
     task = Needle(NOISE_TEXT, [length], [depth])
-    prompt = task.prompt(tokenizer, length, depth)
+    prompt = asked(task, tokenizer, length, depth)
     assert prompt.ids.count(tokenizer.bos_token_id) == 1
     assert prompt.ids[0] == tokenizer.bos_token_id
     assert len(prompt.ids) + task.max_new_tokens == length
     text = tokenizer.decode(prompt.ids)
-    (place,) = [at for at in range(len(text)) if text.startswith(f"is {prompt.answer}.", at)]
+    (place,) = [at for at in range(len(text)) if text.startswith(f"is {prompt.references[0]}.", at)]
     before = text[:place].count(". ")
-    assert abs(prompt.depth - depth) < 12
+    assert abs(prompt.facts["true_depth"] - depth) < 12
     assert (before <= 1) == (depth == 0)
     assert text.endswith(" is")
 
@@ -42,7 +48,7 @@ def test_f42_one_bos_an_intact_needle_and_the_true_length(small, length, depth):
 def test_f42_a_prompt_that_does_not_fit_is_an_error(small):
     _, tokenizer = small
     with pytest.raises(ValueError, match="leaves no room for a haystack: the rest takes"):
-        Needle(NOISE_TEXT, [60], [50]).prompt(tokenizer, 60, 50)
+        asked(Needle(NOISE_TEXT, [60], [50]), tokenizer, 60, 50)
     with pytest.raises(ValueError, match="percentages"):
         Needle(NOISE_TEXT, [100], [150])
 
@@ -52,7 +58,7 @@ def test_the_chat_template_puts_the_answer_prefix_behind_the_assistant_header(sm
     messages = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
     tokenizer.chat_template = messages + "{% if add_generation_prompt %}[reply]{% endif %}"
     try:
-        prompt = Needle(NOISE_TEXT, [240], [50], chat=True).prompt(tokenizer, 240, 50)
+        prompt = asked(Needle(NOISE_TEXT, [240], [50], chat=True), tokenizer, 240, 50)
     finally:
         tokenizer.chat_template = None
     text = tokenizer.decode(prompt.ids, skip_special_tokens=True)
@@ -60,49 +66,6 @@ def test_the_chat_template_puts_the_answer_prefix_behind_the_assistant_header(sm
     key = text.split("What is the special magic number for ")[1].split("?")[0]
     assert text.endswith(f"[end][reply]The special magic number for {key} is")
     assert prompt.ids.count(tokenizer.bos_token_id) == 1
-
-
-def test_greedy_decoding_and_log_probability_equal_transformers(small):
-    model, tokenizer = small
-    prompt = Needle(NOISE_TEXT, [200], [30]).prompt(tokenizer, 200, 30)
-    ids = torch.tensor([prompt.ids])
-    read = Prompt(model, ids)
-    config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    theirs = model.generate(ids, generation_config=config)[0, ids.shape[1] :].tolist()
-    assert read.greedy(12) == theirs
-    with torch.no_grad():
-        table = model(torch.cat((ids, torch.tensor([prompt.answer_ids])), dim=1)).logits[0].log_softmax(-1)
-    at = range(len(prompt.ids) - 1, len(prompt.ids) - 1 + len(prompt.answer_ids))
-    expected = sum(float(table[place, token]) for place, token in zip(at, prompt.answer_ids, strict=True))
-    assert read.log_probability(prompt.answer_ids) == pytest.approx(expected, abs=1e-4)
-    assert read.greedy(12) == theirs  # the prompt's cache is as it was
-    for ends in (theirs[3], [theirs[3], 500]):
-        read.model = copy.copy(model)
-        read.model.generation_config = GenerationConfig(eos_token_id=ends)
-        assert read.greedy(12) == theirs[: theirs.index(theirs[3])]
-
-
-def test_a_sliding_window_cache_is_branched_too():
-    from conftest import build, ids
-
-    model, x = build("mistral_window"), ids(60)
-    read = Prompt(model, x)
-    first = read.greedy(6)
-    assert read.greedy(6) == first
-    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert model.generate(x, generation_config=config)[0, 60:].tolist() == first
-
-
-def test_f43_the_output_head_sees_the_last_position_only(small):
-    model, _ = small
-    seen = []
-    handle = model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
-    x = torch.randint(3, 500, (1, 90), generator=torch.Generator().manual_seed(0))
-    read = Prompt(model, x)
-    handle.remove()
-    assert seen == [1]
-    with torch.no_grad():
-        assert (read._next[-1] - model(x).logits[0, -1]).abs().max() < 1e-4
 
 
 def test_nll_equals_the_models_own_loss(small):
@@ -192,11 +155,12 @@ class Counting(Needle):
     measured = 0
     stop_after = math.inf
 
-    def measure(self, model, tokenizer, row):
-        if self.measured >= self.stop_after:
-            raise KeyboardInterrupt
-        self.measured += 1
-        return super().measure(model, tokenizer, row)
+    def measure(self, *arguments):
+        for found in super().measure(*arguments):
+            if self.measured >= self.stop_after:
+                raise KeyboardInterrupt
+            self.measured += 1
+            yield found
 
 
 def grid(**more):
@@ -263,7 +227,7 @@ def test_wilson_interval():
 def test_cells_and_csv(tmp_path, small):
     model, tokenizer = small
     rows = run(grid(samples=2), model, tokenizer)
-    cells = needle_cells(rows)
+    cells = score_cells(rows, ("length", "depth"))
     assert [cell["n"] for cell in cells] == [2] * 6
     assert {cell["depth"] for cell in cells} == {0, 100, "no needle"}
     assert all(cell["score"] == 0 for cell in cells if cell["depth"] == "no needle")
@@ -316,9 +280,9 @@ def test_a_model_without_rotary_positions_is_evaluated_too(small):
 def test_long_sentences_and_other_scripts_fill_the_haystack(small):
     _, tokenizer = small
     for text in ("Short one. " + "word " * 300 + ". Short two.", "no stop at all " * 50, "一句话。另一句！" * 9):
-        prompt = Needle(text, [400], [50]).prompt(tokenizer, 400, 50)
+        prompt = asked(Needle(text, [400], [50]), tokenizer, 400, 50)
         assert len(prompt.ids) + 12 == 400
-        assert abs(prompt.depth - 50) < 10
+        assert abs(prompt.facts["true_depth"] - 50) < 10
 
 
 def test_repeated_lengths_and_depths_count_once(small):
@@ -370,9 +334,14 @@ def test_the_key_ignores_padding_and_sees_the_template_and_adapters(small, tmp_p
 
 def test_memory_is_estimated_and_refused(small):
     model, _ = small
-    assert memory.check(model, 1000).total > 2_600_000
+    needed = memory.check(model, Holding(forward=1000, cached=1000))
+    assert needed.total > 2_600_000
     with pytest.raises(ValueError, match="use shorter lengths"):
-        memory.check(model, 10**9)
+        memory.check(model, Holding(forward=10**9, cached=0))
+    with pytest.raises(ValueError, match=r"more than max_memory=0\.00 GB; use shorter lengths"):
+        run(Perplexity(NOISE_TEXT * 20, [128]), model, small[1], max_memory=10**6)
+    rows = run(Perplexity(NOISE_TEXT * 20, [128]), model, small[1], max_memory=10**8)
+    assert len(rows) == 1
 
 
 def test_submodules_keep_their_own_mode(small):
@@ -392,3 +361,51 @@ def test_llama_4_has_a_perplexity_and_a_headless_model_none(small):
         assert float(token_nll(model, x).mean()) == pytest.approx(float(model(x, labels=x).loss), abs=1e-4)
     with pytest.raises(ValueError, match="no output head"):
         token_nll(small[0].model, x)
+
+
+def sentencepiece_like(scheme):
+    """A tokenizer that marks the start of words, as Llama 2's, Mistral's and T5's do."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<s>", "</s>"])
+    made.train_from_iterator([NOISE_TEXT + "\n" + "".join(map(chr, range(32, 127)))] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_pieces_gain_no_space_where_a_tokenizer_marks_the_start_of_words(scheme):
+    tokenizer = sentencepiece_like(scheme)
+    assert encode(tokenizer, " sky is") == tokenizer.encode("sky is", add_special_tokens=False)
+    for depth in (0, 50, 100):
+        question = asked(Needle(NOISE_TEXT, [240], [depth]), tokenizer, 240, depth)
+        text = tokenizer.decode(question.ids, skip_special_tokens=True)
+        assert "  " not in text
+        assert tokenizer.encode(text, add_special_tokens=False) == question.ids[1:]
+
+
+def test_a_needle_at_the_very_start_is_followed_by_a_space(small):
+    text = small[1].decode(asked(Needle(NOISE_TEXT, [160], [0]), small[1], 160, 0).ids)
+    assert re.search(r"Remember it\.\n The special magic number for \w+ is \d{5}\. The grass", text)
+
+
+def test_special_tokens_in_a_text_are_text(small):
+    _, tokenizer = small
+    task = Needle(f"One sentence. {tokenizer.bos_token} Another {tokenizer.eos_token} one.", [200], [50])
+    question = asked(task, tokenizer, 200, 50)
+    assert question.ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.eos_token_id not in question.ids
+    assert tokenizer.bos_token in tokenizer.decode(question.ids[1:])
+
+
+def test_a_chat_template_that_drops_the_text_is_refused(small):
+    tokenizer = copy.deepcopy(small[1])
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{% endfor %}"
+    with pytest.raises(ValueError, match="does not show a user's text"):
+        asked(Needle(NOISE_TEXT, [200], [50], chat=True), tokenizer, 200, 50)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="needs a tokenizer with a chat template"):
+        asked(Needle(NOISE_TEXT, [200], [50], chat=True), tokenizer, 200, 50)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rope_ext import patched
-from rope_ext.evals.needle import Needle
 from rope_ext.evals.runner import run
+from rope_ext.evals.tasks.needle import Needle
 from rope_ext.evals.text import NOISE
 
 TEXT = " ".join(NOISE)

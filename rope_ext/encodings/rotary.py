@@ -397,7 +397,7 @@ class Pient(_Scaled):
 class NoPE(RotaryMethod):
     """No position encoding: nothing turns, no bias; a decoder still knows order from its causal mask."""
 
-    name: ClassVar[str] = "none"
+    name: ClassVar[str] = "nope"
     formula: ClassVar[str] = "theta_i = 0"
     source: ClassVar[str] = "Kazemnejad et al. 2023, arXiv:2305.19466"
     fine_tuning: ClassVar[FineTuning] = "required"

@@ -11,19 +11,39 @@ from transformers import PreTrainedModel
 from rope_ext.evals.scoring import HEAD_CHUNK
 
 
-def check(model: PreTrainedModel, length: int) -> MemoryEstimate:
+@dataclass(frozen=True)
+class Holding:
+    """What an evaluation holds at its fullest moment, in tokens."""
+
+    forward: int
+    """Read by one forward pass."""
+    cached: int
+    """In key/value caches."""
+
+
+def check(model: PreTrainedModel, holding: Holding, max_memory: int | None = None) -> MemoryEstimate:
     """The estimate, if it fits.
 
+    Args:
+        model: as it will run.
+        holding: what the evaluation holds.
+        max_memory: bytes that it may take, weights included; by default what is free on the model's device.
+
     Raises:
-        ValueError: more than what is free on the model's device.
+        ValueError: it does not fit.
     """
-    needed, free = estimate(model, length), available(model.device)
+    needed, free = estimate(model, holding), available(model.device)
+    if max_memory is not None and needed.total > max_memory:
+        raise ValueError(f"this needs {needed}, more than max_memory={max_memory / 1e9:.2f} GB; {_ADVICE}.")
     if free is not None and needed.total - needed.weights > free:
         raise ValueError(
-            f"{length} tokens need {needed}, but beside the weights {free / 1e9:.2f} GB are free on {model.device}; "
-            "use shorter lengths, --dtype bfloat16, or a device with more memory."
+            f"this needs {needed}, but beside the weights {free / 1e9:.2f} GB are free on {model.device}; {_ADVICE}, "
+            "or use a device with more memory."
         )
     return needed
+
+
+_ADVICE = "use shorter lengths, --dtype bfloat16, a smaller --chunk or --batch-tokens, or --no-reuse"
 
 
 def available(device: torch.device) -> int | None:
@@ -56,16 +76,16 @@ class MemoryEstimate:
         return f"about {self.total / 1e9:.2f} GB ({listed})"
 
 
-def estimate(model: PreTrainedModel, length: int) -> MemoryEstimate:
-    """What one sequence of ``length`` tokens takes on top of each other: weights, cache, activations, logits."""
+def estimate(model: PreTrainedModel, holding: Holding) -> MemoryEstimate:
+    """What takes memory at the fullest moment, on top of each other: weights, caches, activations, logits."""
     config = model.config.get_text_config(decoder=True)
     width = next(model.parameters()).element_size()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "d_ff", None) or 4 * config.hidden_size
     return MemoryEstimate(
         weights=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
-        kv_cache=2 * config.num_hidden_layers * heads * head_dim * length * width,
-        activations=length * (4 * config.hidden_size + 3 * inner) * width,
+        kv_cache=2 * config.num_hidden_layers * heads * head_dim * holding.cached * width,
+        activations=holding.forward * (4 * config.hidden_size + 3 * inner) * width,
         logits=2 * HEAD_CHUNK * config.vocab_size * 4,
     )

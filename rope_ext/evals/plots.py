@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from rope_ext.api import Description
-from rope_ext.evals.results import labels, needle_cells, perplexity_bins
+from rope_ext.evals.results import AXES, labels, perplexity_bins, score_cells
 from rope_ext.evals.runner import Row
 
 SCORE_COLOURS = LinearSegmentedColormap.from_list("score", ["#b2182b", "#f4a582", "#f7f7f7", "#92c5de", "#2166ac"])
@@ -21,37 +21,89 @@ SCORE_COLOURS = LinearSegmentedColormap.from_list("score", ["#b2182b", "#f4a582"
 LINE_COLOURS = ("#b2182b", "#2166ac", "#e08214", "#1b7837", "#762a83", "#4d4d4d")
 
 
-def needle_heatmap(
-    rows: Sequence[Row], trained_length: int | None = None, title: str = "Needle in a haystack"
+def of_task(task: str, rows: Sequence[Row], trained_length: int | None = None) -> Figure:
+    """The picture that fits a task, by its name."""
+    if task == "perplexity":
+        return perplexity_plot(rows, trained_length)
+    if task in ("needle", "ruler"):
+        down, title = ("depth", "Needle in a haystack") if task == "needle" else ("subtask", "RULER")
+        return heatmap(rows, down, trained_length, title)
+    across, *groups = reversed(AXES[task])
+    title = {"passkey": "Passkey", "kv_retrieval": "Key-value retrieval", "multi_doc_qa": "Multi-document QA"}[task]
+    return score_curves(rows, across, groups[0] if groups else None, title)
+
+
+def heatmap(
+    rows: Sequence[Row], down: str = "depth", trained_length: int | None = None, title: str = "Needle in a haystack"
 ) -> Figure:
-    """One panel per setup: length across, depth down, the score as colour and number, log-probability below it."""
-    cells = [cell for cell in needle_cells(rows) if cell["depth"] != "no needle"]
+    """One panel per setup: length across, depth or subtask down, the score as colour and number, log-probability
+    below it.
+    """
+    cells = [cell for cell in score_cells(rows, ("length", down)) if cell[down] != "no needle"]
     names = labels(cells)
-    lengths, depths = sorted({cell["length"] for cell in cells}), sorted({cell["depth"] for cell in cells})
+    lengths = sorted({cell["length"] for cell in cells})
+    places = list(dict.fromkeys(cell[down] for cell in cells))
+    if down == "depth":
+        places.sort()
     width = 1.7 + len(names) * max(2.6, 0.95 * len(lengths) + 0.6)
-    figure = Figure(figsize=(width, 1.9 + 0.55 * len(depths)), layout="constrained")
+    figure = Figure(figsize=(width, 1.9 + 0.55 * len(places)), layout="constrained")
     axes = figure.subplots(1, len(names), sharey=True, squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
-        found = {(cell["length"], cell["depth"]): cell for cell in cells if cell["label"] == name}
-        grid = [[found.get((length, depth), {}).get("score", math.nan) for length in lengths] for depth in depths]
+        found = {(cell["length"], cell[down]): cell for cell in cells if cell["label"] == name}
+        grid = [[found.get((length, place), {}).get("score", math.nan) for length in lengths] for place in places]
         image = axis.imshow(grid, cmap=SCORE_COLOURS, vmin=0, vmax=1, aspect="auto")
-        for (length, depth), cell in found.items():
-            _annotate(axis, lengths.index(length), depths.index(depth), cell)
+        for (length, place), cell in found.items():
+            _annotate(axis, lengths.index(length), places.index(place), cell)
         _mark_trained_length(axis, lengths, trained_length)
         axis.set_title(name, fontsize=11, fontweight="bold")
         axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axis.set_yticks(range(len(depths)), [f"{depth:g} %" for depth in depths])
+        axis.set_yticks(range(len(places)), [f"{place:g} %" if down == "depth" else place for place in places])
         axis.set_xlabel("length (tokens)")
         axis.set_xticks([edge + 0.5 for edge in range(len(lengths) - 1)], minor=True)
-        axis.set_yticks([edge + 0.5 for edge in range(len(depths) - 1)], minor=True)
+        axis.set_yticks([edge + 0.5 for edge in range(len(places) - 1)], minor=True)
         axis.grid(which="minor", color="white", linewidth=1.5)
         axis.tick_params(which="both", length=0)
         for spine in axis.spines.values():
             spine.set_visible(False)
-    axes[0][0].set_ylabel("depth of the needle")
+    axes[0][0].set_ylabel("depth of the needle" if down == "depth" else "")
     bar = figure.colorbar(image, ax=axes[0], label="answers found", shrink=0.9, pad=0.02)
     bar.set_ticks([0, 0.5, 1], labels=["0 %", "50 %", "100 %"])
     bar.outline.set_visible(False)
+    figure.suptitle(title, fontsize=12)
+    return figure
+
+
+def score_curves(rows: Sequence[Row], across: str, group: str | None, title: str) -> Figure:
+    """Score with its 95 % interval over a place or a length: one line per setup, one panel per value of ``group``.
+
+    Rows without a number there (closed book, oracle, remedy) are horizontal lines.
+    """
+    cells = score_cells(rows, (across, group) if group else (across,))
+    panels = sorted({cell[group] for cell in cells}) if group else [None]
+    names = labels(cells)
+    figure = Figure(figsize=(1.2 + 4.2 * len(panels), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, panel in zip(axes, panels, strict=True):
+        for colour, name in zip(LINE_COLOURS * 9, names, strict=False):
+            mine = [cell for cell in cells if cell["label"] == name and (group is None or cell[group] == panel)]
+            curve = sorted((c for c in mine if not isinstance(c[across], str)), key=lambda cell: cell[across])
+            places = [cell[across] for cell in curve]
+            axis.plot(places, [cell["score"] for cell in curve], "o-", color=colour, linewidth=2, label=name)
+            low, high = [cell["low"] for cell in curve], [cell["high"] for cell in curve]
+            axis.fill_between(places, low, high, color=colour, alpha=0.12, linewidth=0)
+            for style, cell in zip(("--", ":", "-."), (c for c in mine if isinstance(c[across], str)), strict=False):
+                caption = f"{name}, {cell[across]}" if len(names) > 1 else cell[across]
+                axis.axhline(cell["score"], color=colour, linestyle=style, linewidth=1.3, label=caption)
+        if group:
+            axis.set_title(f"{panel:,} {group}", fontsize=11)
+        axis.set_ylim(-0.03, 1.03)
+        axis.set_xlabel("length (tokens)" if across == "length" else "position of the answer (%)")
+        if across == "length":
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axis.grid(True, alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("share of right answers")
+    axes[-1].legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=12)
     return figure
 

@@ -19,6 +19,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .
 th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid #e9edf1; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 th { font-weight: 600; color: #5b6875; }
+summary { cursor: pointer; color: #2166ac; }
 img { max-width: 100%; height: auto; display: block; margin: .8rem auto; }
 pre { background: #f0f2f5; border-radius: 6px; padding: .8rem 1rem; overflow-x: auto; font-size: .88rem; }
 p.lead { font-size: 1.05rem; }
@@ -47,12 +48,13 @@ class Page:
         )
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table that scrolls sideways on a narrow screen."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], folded: bool = False) -> str:
+    """An HTML table that scrolls sideways on a narrow screen; ``folded`` to be opened with a click."""
     top = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    made = f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f"<details><summary>{len(rows)} lines</summary>{made}</details>" if folded else made
 
 
 def picture(path: Path, caption: str) -> str:

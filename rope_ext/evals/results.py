@@ -1,22 +1,85 @@
-"""From rows to cells, tables and CSV."""
+"""From rows to cells, tables, data frames and CSV; and how two setups differ on the same rows."""
 
 from __future__ import annotations
 
 import csv
 import math
 import os
+import random
+import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rope_ext.evals.runner import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+AXES = {
+    "needle": ("length", "depth"),
+    "passkey": ("length",),
+    "kv_retrieval": ("pairs", "position"),
+    "multi_doc_qa": ("documents", "position"),
+    "ruler": ("length", "subtask"),
+}
+"""What the cells of a task's table are: all samples with the same values here."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of one task, of one setup or several.
+
+    Attributes:
+        task: its name.
+        rows: one dictionary per prompt or passage: what was asked, what was found, the setup.
+        trained_length: of the checkpoint, in tokens; None where it says nothing.
+    """
+
+    task: str
+    rows: list[Row]
+    trained_length: int | None = None
+
+    def cells(self) -> list[Row]:
+        """The table of the task: n, score, Wilson interval, mean log-probability per cell; perplexity per bin."""
+        return perplexity_bins(self.rows) if self.task == "perplexity" else score_cells(self.rows, AXES[self.task])
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with one line per row; lists and the setup's digests are left out.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        import pandas
+
+        plain = [
+            {name: value for name, value in row.items() if not isinstance(value, (dict, list))} for row in self.rows
+        ]
+        return pandas.DataFrame(plain)
+
+    def plot(self) -> Figure:
+        """The picture of the task: a heatmap, or curves."""
+        from rope_ext.evals import plots
+
+        return plots.of_task(self.task, self.rows, self.trained_length)
+
+    def save(self, folder: Path) -> None:
+        """Write ``<task>.csv`` and ``<task>.png``."""
+        from rope_ext.evals import plots
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_csv(folder / f"{self.task}.csv", self.cells())
+        plots.save(self.plot(), folder / f"{self.task}.png")
 
 
 def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
     """The 95 % interval of a rate, shares of 1. Source: Wilson 1927.
 
     Args:
-        successes: how many of ``n`` succeeded.
+        successes: how many of ``n`` succeeded; parts of one count as such.
         n: at least 1.
         z: normal quantile.
     """
@@ -26,20 +89,55 @@ def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def needle_cells(rows: Sequence[Row]) -> list[Row]:
-    """One row per label, length and depth: n, score, its Wilson interval, mean answer log-probability (nats)."""
-    cells: dict[tuple[str, int, float | None], list[Row]] = {}
+def score_difference(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
+    """(after - before, low, high): the difference of two rates on the same rows, with its 95 % interval.
+
+    Both rates' Wilson intervals, joined with the correlation of the pairs. Source: Newcombe 1998, Statistics in
+    Medicine 17:2635, method 10; for scores between 0 and 1 its counts are sums.
+
+    Args:
+        before, after: scores from 0 to 1, one per row, in the same order.
+    """
+    n = len(before)
+    one, two = sum(before) / n, sum(after) / n
+    (low1, high1), (low2, high2) = wilson(sum(before), n), wilson(sum(after), n)
+    together = n * sum(a * b for a, b in zip(before, after, strict=True)) - sum(before) * sum(after)
+    together = max(0.0, together - n / 2) if together > 0 else together
+    spread = statistics.pstdev(before) * statistics.pstdev(after)
+    correlation = together / (n * n * spread) if spread else 0.0
+    difference = two - one
+    down = (two - low2) ** 2 + (high1 - one) ** 2 - 2 * correlation * (two - low2) * (high1 - one)
+    up = (high2 - two) ** 2 + (one - low1) ** 2 - 2 * correlation * (high2 - two) * (one - low1)
+    return difference, difference - math.sqrt(max(0.0, down)), difference + math.sqrt(max(0.0, up))
+
+
+def mean_difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+    """(mean of after - before, low, high): the 95 % interval by 2,000 bootstrap draws of the pairs.
+
+    One pair has no interval: low and high are nan.
+    """
+    pairs = [b - a for a, b in zip(before, after, strict=True)]
+    mean = statistics.fmean(pairs)
+    if len(pairs) == 1:
+        return mean, math.nan, math.nan
+    rng = random.Random(seed)
+    draws = sorted(statistics.fmean(rng.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return mean, draws[49], draws[1949]
+
+
+def score_cells(rows: Sequence[Row], axes: Sequence[str]) -> list[Row]:
+    """One row per label and axes: n, score, its Wilson interval, mean answer log-probability (nats)."""
+    cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        cells.setdefault((row["label"], row["length"], row["depth"]), []).append(row)
+        cells.setdefault((row["label"], *(row[axis] for axis in axes)), []).append(row)
     table = []
-    for (label, length, depth), members in cells.items():
+    for (label, *place), members in cells.items():
         n, hits = len(members), sum(row["score"] for row in members)
         low, high = wilson(hits, n)
         table.append(
             {
                 "label": label,
-                "length": length,
-                "depth": "no needle" if depth is None else depth,
+                **{axis: "no needle" if value is None else value for axis, value in zip(axes, place, strict=True)},
                 "n": n,
                 "score": hits / n,
                 "low": round(low, 4),

@@ -1,30 +1,34 @@
-"""Runs a task row by row: progress, resume, JSON lines. A task says what its rows are and measures one."""
+"""Runs a task row by row: progress, resume, several processes. A task says what its rows are and measures them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from numbers import Integral
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 from transformers import PreTrainedModel
 
 from rope_ext.api import patch_of, unwrap
+from rope_ext.evals import memory
+from rope_ext.evals.identity import digest, fingerprint, setup_label, tokenizer_digest
+from rope_ext.evals.memory import Holding
+from rope_ext.evals.reading import Limits, Usage
+from rope_ext.evals.store import Row, Store
 
-Row = dict[str, Any]
+Advance = Callable[[int, float], None]
+"""Told (index of a row, share) when a share of its work is done."""
 
 
 class Task(ABC):
     """One evaluation. Everything that can change a result is in ``settings`` or in the row."""
 
     name: ClassVar[str]
+    usage: Usage | None = None
+    """What the last run read, and what it would have had to read without shared beginnings."""
 
     @abstractmethod
     def settings(self) -> Row:
@@ -32,33 +36,60 @@ class Task(ABC):
 
     @abstractmethod
     def rows(self) -> list[Row]:
-        """What is to be measured, one JSON object each; ``length`` (tokens) drives the time estimate."""
+        """What is to be measured, one JSON object each, all different."""
 
     @abstractmethod
-    def measure(self, model: PreTrainedModel, tokenizer: Any, row: Row) -> Row:
-        """The results of one row, JSON values."""
+    def holds(self, tokenizer: Any, rows: Sequence[Row], limits: Limits) -> Holding:
+        """Tokens that measuring these rows has in memory at its fullest moment."""
+
+    @abstractmethod
+    def measure(
+        self, model: PreTrainedModel, tokenizer: Any, rows: Sequence[Row], limits: Limits, advance: Advance
+    ) -> Iterator[tuple[int, Row]]:
+        """(index, results as JSON values) of every row, in whatever order they are finished."""
+
+    def together(self, row: Row) -> Any:
+        """Rows for which this is equal gain from being measured by one process."""
+        return row.get("sample")
 
 
-def run(task: Task, model: nn.Module, tokenizer: Any, out: Path | None = None, label: str | None = None) -> list[Row]:
+def run(
+    task: Task,
+    model: nn.Module,
+    tokenizer: Any,
+    out: Path | None = None,
+    label: str | None = None,
+    *,
+    limits: Limits | None = None,
+    max_memory: int | None = None,
+    spread: bool = False,
+) -> list[Row]:
     """Measure every row of the task; rows that ``out`` already holds for this very setup are not measured again.
 
     Args:
         task: what to measure.
-        model: a causal language model, patched or not.
+        model: a language model, patched or not.
         tokenizer: its tokenizer.
-        out: folder for ``<task>.jsonl``; every finished row is on disk before the next one starts.
+        out: folder for ``<task>.jsonl``; every finished row is on disk before the next ones start.
         label: name of this setup in tables and plots; by default the method with its factor.
+        limits: how much is held at once.
+        max_memory: bytes that the run may take, weights included; by default what is free.
+        spread: split the rows over the processes that ``torchrun`` or ``accelerate launch`` started; every process must
+            call this, and each gets all rows back. Not for a model that is itself sharded.
 
     Returns:
         The rows in the task's order: what was asked, the results, ``label``, ``method``, ``options`` and the setup.
+
+    Raises:
+        ValueError: it would not fit into memory, or a row cannot be built as asked.
     """
-    inner = unwrap(model)
+    inner, limits = unwrap(model), limits or Limits()
     label = label or setup_label(inner)
     setup = {
         "task": task.name,
         "settings": task.settings(),
         "model": fingerprint(inner),
-        "tokenizer": _digest_of(tokenizer),
+        "tokenizer": tokenizer_digest(tokenizer),
     }
     patch = patch_of(inner)
     origin = {
@@ -68,26 +99,31 @@ def run(task: Task, model: nn.Module, tokenizer: Any, out: Path | None = None, l
         "options": patch.encoding.options() if patch else {},
         "setup": setup,
     }
-    store = _Store(None if out is None else Path(out) / f"{task.name}.jsonl")
+    rank, world = _processes() if spread else (0, 1)
+    store = Store(None if out is None else Path(out), task.name, rank)
     rows = task.rows()
-    results = []
-    training = {module: module.training for module in inner.modules()}
-    inner.eval()
-    try:
-        with _progress() as progress:
-            bar = progress.add_task(f"{task.name}: {label}", total=sum(row["length"] for row in rows))
-            for row in rows:
-                key = digest({**setup, "row": row})
-                if key not in store.done:
-                    with _layers_advance(inner, progress, bar, row["length"]):
-                        measured = task.measure(inner, tokenizer, row)
-                    store.add(key, {"task": task.name, **row, **measured, **origin})
-                results.append({**store.done[key], "label": label})
-                progress.update(bar, completed=sum(row["length"] for row in rows[: len(results)]))
-    finally:
-        for module, flag in training.items():
-            module.training = flag
-    return results
+    keys = [digest({**setup, "row": row}) for row in rows]
+    missing = _share([index for index, key in enumerate(keys) if key not in store.done], task, rows, rank, world)
+    if world > 1:
+        _wait()  # until every process knows what is missing; then the first may write
+    if missing:
+        asked = [rows[index] for index in missing]
+        needed = memory.check(inner, task.holds(tokenizer, asked, limits), max_memory)
+        training = {module: module.training for module in inner.modules()}
+        inner.eval()
+        try:
+            with _Bar(f"{task.name}: {label}", asked, f"memory: {needed}", shown=rank == 0) as advance:
+                for place, measured in task.measure(inner, tokenizer, asked, limits, advance):
+                    row = {"task": task.name, **asked[place], **measured, **origin}
+                    store.add(keys[missing[place]], row)
+        finally:
+            for module, flag in training.items():
+                module.training = flag
+    if world > 1:
+        _merge(store, rank)
+    elif rank == 0:
+        store.absorb()
+    return [{**store.done[key], "label": label} for key in keys]
 
 
 def comparable(task: Task, tokenizer: Any, model: nn.Module, out: Path) -> list[Row]:
@@ -95,121 +131,67 @@ def comparable(task: Task, tokenizer: Any, model: nn.Module, out: Path) -> list[
 
     Where a row was measured more than once under one label (the checkpoint changed on disk), the latest counts.
     """
-    wanted = task.settings(), _digest_of(tokenizer), unwrap(model).config._name_or_path
+    wanted = task.settings(), tokenizer_digest(tokenizer), unwrap(model).config._name_or_path
     names = ("label", *task.rows()[0])
     latest = {}
-    for row in _Store(out / f"{task.name}.jsonl").done.values():
-        if (row["setup"]["settings"], row["setup"]["tokenizer"], row["model_name"]) == wanted:
-            latest[tuple(row[name] for name in names)] = row
+    for row in Store(out, task.name).done.values():
+        if (row["setup"].get("settings"), row["setup"].get("tokenizer"), row.get("model_name")) == wanted:
+            latest[tuple(row.get(name) for name in names)] = row
     return list(latest.values())
 
 
-def setup_label(model: nn.Module) -> str:
-    """A short name for how the model's positions stand: "unpatched", "yarn x2", "yarn x2 beta_fast=4"."""
-    patch = patch_of(unwrap(model))
-    if patch is None:
-        return "unpatched"
-    parts = [patch.encoding.name]
-    for name, value in patch.encoding.options().items():
-        shown = digest(value)[:4] if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else value
-        parts.append(f"x{shown}" if name == "factor" else f"{name}={shown}")
-    return " ".join(parts)
+def _processes() -> tuple[int, int]:
+    """(number of this process, how many there are)."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1
+    from accelerate import PartialState
+
+    state = PartialState()
+    return state.process_index, state.num_processes
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """Changes when the config (with the patch), the weights or the active adapters change; samples each tensor."""
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
-    record = dict(config.pop("rope_ext", None) or {})
-    sample = [
-        (name, tuple(tensor.shape), str(tensor.dtype), tensor.flatten()[:: max(1, tensor.numel() // 8)].tolist())
-        for name, tensor in model.named_parameters()
-    ]
-    adapters = [
-        (name, module.disable_adapters, module.active_adapters, module.scaling)
-        for name, module in model.named_modules()
-        if hasattr(module, "disable_adapters") and hasattr(module, "scaling")
-    ]
-    return digest([config, record.get("method"), record.get("options"), sample, adapters])
+def _share(missing: Sequence[int], task: Task, rows: Sequence[Row], rank: int, world: int) -> list[int]:
+    """The rows of this process: whole groups if there are enough of them."""
+    groups: dict[str, list[int]] = {}
+    for index in missing:
+        groups.setdefault(digest(task.together(rows[index])), []).append(index)
+    if len(groups) < world:
+        return list(missing[rank::world])
+    return [index for group in list(groups.values())[rank::world] for index in group]
 
 
-_VOLATILE = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
+def _merge(store: Store, rank: int) -> None:
+    """Every process learns what the others measured; the files become one."""
+    from accelerate.utils import gather_object
+
+    for found in gather_object([store.done]):
+        store.done.update(found)
+    if rank == 0:
+        store.absorb()
+    _wait()
 
 
-def digest(value: Any) -> str:
-    """Sixteen hex digits of the SHA-256 of the value's JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def _wait() -> None:
+    from accelerate import PartialState
+
+    PartialState().wait_for_everyone()
 
 
-def _digest_of(tokenizer: Any) -> str:
-    """Of what decides about ids: the tokenizer's rules (not the padding of the last call), template, special tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = json.loads(backend.to_str()) if backend is not None else {"vocab": sorted(tokenizer.get_vocab().items())}
-    for changing in ("padding", "truncation"):
-        rules.pop(changing, None)
-    return digest([rules, tokenizer.chat_template, tokenizer.bos_token_id, tokenizer.eos_token_id])
+class _Bar:
+    """A note, then a bar in which a row weighs as much as its tokens."""
 
+    def __init__(self, title: str, rows: Sequence[Row], note: str, shown: bool) -> None:
+        self._weights = [float(row.get("length", 1)) for row in rows]
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(compact=True))
+        self._progress = Progress(*columns, *times, disable=not shown)
+        self._note = note
+        self._bar = self._progress.add_task(title, total=sum(self._weights))
 
-def whole_numbers(name: str, values: Any) -> list[int]:
-    """Sorted, each once; an error that names the argument if it is not a list of whole numbers >= 1."""
-    listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else []
-    if not listed or any(isinstance(value, bool) or not isinstance(value, Integral) or value < 1 for value in listed):
-        raise ValueError(f"`{name}` must be a list of whole numbers >= 1, got {values!r}.")
-    return sorted({int(value) for value in listed})
+    def __enter__(self) -> Advance:
+        self._progress.start()
+        self._progress.print(self._note, highlight=False, soft_wrap=True)
+        return lambda index, share: self._progress.advance(self._bar, self._weights[index] * share)
 
-
-class _Store:
-    """Finished rows in a JSON-lines file. A line that was cut off by a crash is dropped, and its row measured again."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.done: dict[str, Row] = {}
-        if path is not None and path.exists():
-            whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-            for line in whole:
-                entry = _parse(line)
-                if entry is not None:
-                    self.done[entry.pop("key")] = entry
-            os.truncate(path, sum(map(len, whole)))
-
-    def add(self, key: str, row: Row) -> None:
-        self.done[key] = row
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(json.dumps({"key": key, **row}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-
-
-def _parse(line: bytes) -> Row | None:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("key"), str) else None
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(compact=True))
-
-
-@contextmanager
-def _layers_advance(model: PreTrainedModel, progress: Progress, bar: TaskID, tokens: int) -> Iterator[None]:
-    """Move the bar while one long forward is under way: a step per layer of the first pass."""
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    left = len(layers)
-
-    def advance(*_: Any) -> None:
-        nonlocal left
-        if left > 0:
-            left -= 1
-            progress.advance(bar, tokens / len(layers))
-
-    handles = [layer.register_forward_hook(advance) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def __exit__(self, *_: Any) -> None:
+        self._progress.stop()

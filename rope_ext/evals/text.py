@@ -23,6 +23,8 @@ def read_text(source: str = "builtin") -> str:
     Raises:
         ValueError: nothing is found under that name, or it is empty.
     """
+    if not source:
+        raise ValueError("text source is empty; name one, for example 'builtin'.")
     if source == "builtin":
         from pydoc_data.topics import topics
 

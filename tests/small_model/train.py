@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rope_ext.evals.needle import CITIES, Needle, Wording
 from rope_ext.evals.runner import run
+from rope_ext.evals.tasks.needle import CITIES, Needle, Wording
 from rope_ext.evals.text import NOISE
 
 TRAINED_LENGTH = 256

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rope_ext.evals.runner import Row, Task, digest, whole_numbers
+from rope_ext.evals.checks import whole_numbers
+from rope_ext.evals.identity import digest
+from rope_ext.evals.memory import Holding
+from rope_ext.evals.reading import Limits
+from rope_ext.evals.runner import Advance, Row, Task
 from rope_ext.evals.scoring import token_nll
 
 SHORTEST_PREFIX = 256
@@ -65,7 +71,20 @@ class Perplexity(Task):
     def rows(self) -> list[Row]:
         return [{"length": length, "sample": sample} for length in self.lengths for sample in range(self.samples)]
 
-    def measure(self, model: PreTrainedModel, tokenizer: Any, row: Row) -> Row:
+    def holds(self, tokenizer: Any, rows: Sequence[Row], limits: Limits) -> Holding:
+        return Holding(forward=max(row["length"] for row in rows), cached=0)
+
+    def measure(
+        self, model: PreTrainedModel, tokenizer: Any, rows: Sequence[Row], limits: Limits, advance: Advance
+    ) -> Iterator[tuple[int, Row]]:
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"perplexity needs a causal language model, {type(model).__name__} has an encoder.")
+        for index, row in enumerate(rows):
+            with _layers_advance(model, partial(advance, index)):
+                measured = self._read(model, tokenizer, row)
+            yield index, measured
+
+    def _read(self, model: PreTrainedModel, tokenizer: Any, row: Row) -> Row:
         length = row["length"]
         span = length - 1 if self.stride is None else length - 1 + (self.windows - 1) * self.stride
         ids = self._tokens(tokenizer, span, row["sample"]).to(model.device)
@@ -105,6 +124,27 @@ class Perplexity(Task):
                 f"the text has {len(ids)} tokens, sample {sample} needs {need}; give a longer text or a shorter length."
             )
         return torch.tensor(ids[start:need])
+
+
+@contextmanager
+def _layers_advance(model: PreTrainedModel, advance: Callable[[float], None]) -> Iterator[None]:
+    """Report progress while one long forward is under way: a step per layer of the first pass."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    left = len(layers)
+
+    def step(*_: Any) -> None:
+        nonlocal left
+        if left > 0:
+            left -= 1
+            advance(1 / len(layers))
+
+    handles = [layer.register_forward_hook(step) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _begin(bos: int | None, ids: Tensor) -> Tensor:

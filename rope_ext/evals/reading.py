@@ -1,0 +1,427 @@
+"""Reads prompts and decodes answers: shared beginnings once, long prompts in chunks, several answers at a time.
+
+None of it changes a result: what a prompt's cache holds does not depend on what else was read, and greedy decoding
+takes the known answer as a draft, whose tokens count only as far as the model itself would have chosen them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from rope_ext.api import patch_of
+from rope_ext.evals.prefixes import Node, plan
+from rope_ext.registry import compat
+
+Advance = Callable[[int, float], None]
+"""Told (key, share) when a share of a prompt has been read."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is held at once. Only time and memory depend on it."""
+
+    chunk: int = 1024
+    """Tokens that a forward pass reads: bounds what activations take."""
+    batch_tokens: int = 16384
+    """Cached tokens of the prompts whose answers are decoded together."""
+    reuse: bool = True
+    """Read a beginning that several prompts share only once."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, and the answer whose log-probability is wanted."""
+
+    ids: Sequence[int]
+    answer_ids: Sequence[int]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model does after a prompt."""
+
+    generated: list[int]
+    """Greedily, up to an end-of-sequence id of the generation config."""
+    log_probability: float
+    """Of the prompt's ``answer_ids``, natural, teacher-forced."""
+
+
+@dataclass
+class Usage:
+    """What reading took, and what it would take to read every prompt from its beginning."""
+
+    per_token: float = 0.0
+    per_pair: float = 0.0
+    asked_tokens: int = 0
+    read_tokens: int = 0
+    asked_operations: float = 0.0
+    read_operations: float = 0.0
+
+    def add(self, start: int, end: int) -> None:
+        """A prompt of ``end`` tokens, of which the first ``start`` were there."""
+        self.asked_tokens += end
+        self.read_tokens += end - start
+        self.asked_operations += self._operations(0, end)
+        self.read_operations += self._operations(start, end)
+
+    def _operations(self, start: int, end: int) -> float:
+        return self.per_token * (end - start) + self.per_pair * (end * end - start * start) / 2
+
+    def __str__(self) -> str:
+        if not self.read_tokens:
+            return "nothing read"
+        return (
+            f"read {self.read_tokens:,} of {self.asked_tokens:,} prompt tokens; reading each prompt alone takes "
+            f"{self.asked_tokens / self.read_tokens:.2f} times the tokens, "
+            f"{self.asked_operations / self.read_operations:.2f} times the operations"
+        )
+
+
+class Reader:
+    """Of decoders. Call it with groups of prompts; those of one group may share their beginnings.
+
+    Args:
+        model: a causal language model in eval mode.
+        limits: what is held at once.
+    """
+
+    def __init__(self, model: PreTrainedModel, limits: Limits) -> None:
+        self.model, self.limits = model, limits
+        self.usage = Usage(*_cost(model))
+        arguments = inspect.signature(type(model).forward).parameters
+        self._cache_argument = compat().cache_argument(model)
+        self._takes_positions = "position_ids" in arguments
+        ends = model.generation_config.eos_token_id if model.generation_config else None
+        self._ends = set(ends) if isinstance(ends, list) else {ends}
+        self._exact = _cuts(model) and not _depends_on_length(model)
+
+    def __call__(
+        self, groups: Iterable[Sequence[tuple[int, Prompt]]], advance: Advance = lambda key, share: None
+    ) -> Iterator[tuple[int, Answer]]:
+        """(key, answer) of every prompt, in the order they are finished.
+
+        Args:
+            groups: groups of (key, prompt).
+            advance: told about progress.
+        """
+        waiting: list[_Reading] = []
+        with torch.inference_mode():
+            for group in groups:
+                for reading in self._read_group(group, advance):
+                    waiting.append(reading)
+                    if sum(each.room for each in waiting) > self.limits.batch_tokens:
+                        yield from self._finish(waiting)
+                        waiting = []
+            yield from self._finish(waiting)
+
+    def _read_group(self, group: Sequence[tuple[int, Prompt]], advance: Advance) -> Iterator[_Reading]:
+        if not self._exact:
+            for key, prompt in group:
+                yield self._read_alone(key, prompt)
+                advance(key, 1.0)
+            return
+        ids = [torch.tensor(prompt.ids) for _, prompt in group]
+        roots = plan(ids) if self.limits.reuse else [Node(index, 0) for index in range(len(ids))]
+        for root in roots:
+            yield from self._read_tree(root, None, group, ids, advance)
+
+    def _read_tree(
+        self,
+        node: Node,
+        cache: Any,
+        group: Sequence[tuple[int, Prompt]],
+        ids: Sequence[Tensor],
+        advance: Advance,
+    ) -> Iterator[_Reading]:
+        """``cache`` holds the node's shared beginning, and is this node's to use."""
+        key, prompt = group[node.index]
+        room = len(prompt.ids) + max(prompt.max_new_tokens, len(prompt.answer_ids))
+        cache = _new_cache(room) if cache is None else cache
+        reading = self._read(key, prompt, ids[node.index], cache, node.start, advance)
+        if node.branches and not reading.finished:
+            reading.cache = _copy(cache, reading.length, room)
+        yield reading
+        for branch in node.branches:
+            other = group[branch.index][1]
+            wanted = len(other.ids) + max(other.max_new_tokens, len(other.answer_ids))
+            yield from self._read_tree(branch, _copy(cache, branch.start, wanted), group, ids, advance)
+
+    def _read(self, key: int, prompt: Prompt, ids: Tensor, cache: Any, start: int, advance: Advance) -> _Reading:
+        """Read the prompt's rest with the answer behind it, then cut the cache where the model would not say that."""
+        start = min(start, len(ids) - 1)
+        _cut(cache, start)
+        self.usage.add(start, len(ids))
+        answer = torch.tensor(prompt.answer_ids)
+        tokens = torch.cat([ids[start:], answer[:-1]]).to(self.model.device)
+        kept = len(answer)  # positions whose logits count: the prompt's last and all but the last of the answer
+        edges = [*range(0, max(1, len(tokens) - kept), self.limits.chunk), len(tokens)]
+        for begin, end in pairwise(edges):
+            logits = self._forward(tokens[None, begin:end], cache, kept if end == len(tokens) else 1)
+            advance(key, (end - begin) / len(tokens))
+        reading = _Reading(key, cache, len(ids), prompt.max_new_tokens)
+        reading.log_probability = _log_probability(logits[0], answer)
+        for place, token in enumerate(logits[0].argmax(-1).tolist()):
+            reading.take(token, self._ends)
+            if reading.finished or token != prompt.answer_ids[place]:
+                break
+        _cut(cache, reading.length)
+        return reading
+
+    def _read_alone(self, key: int, prompt: Prompt) -> _Reading:
+        """For models whose cache cannot be cut, or holds what depends on the length of the input.
+
+        Decoding comes first: a stock model that stretches its frequencies as the input grows does not take them back.
+        """
+        self.usage.add(0, len(prompt.ids))
+        cache = DynamicCache(config=self.model.config)
+        ids = torch.tensor([prompt.ids], device=self.model.device)
+        logits = self._forward(ids, cache, 1)[0]
+        reading = _Reading(key, copy.deepcopy(cache), len(prompt.ids), prompt.max_new_tokens)
+        reading.take(int(logits.argmax()), self._ends)
+        if not reading.finished:
+            self._decode([reading])
+        reading.cache = None
+        answer = torch.tensor(prompt.answer_ids)
+        if len(answer) > 1:
+            rest = self._forward(answer[None, :-1].to(ids.device), cache, len(answer) - 1)
+            logits = torch.cat([logits, rest[0]])
+        reading.log_probability = _log_probability(logits, answer)
+        return reading
+
+    def _finish(self, waiting: Sequence[_Reading]) -> Iterator[tuple[int, Answer]]:
+        """Decode on from all of them, together."""
+        unfinished = [reading for reading in waiting if not reading.finished]
+        if unfinished:
+            self._decode(unfinished)
+        for reading in waiting:
+            yield reading.key, Answer(reading.generated, reading.log_probability)
+
+    def _decode(self, readings: Sequence[_Reading]) -> None:
+        lengths = [reading.length for reading in readings]
+        longest, more = max(lengths), max(reading.max_new_tokens for reading in readings)
+        cache, arguments = readings[0].cache, {}
+        if len(readings) > 1:
+            cache = _stack([reading.cache for reading in readings], longest + more)
+            for reading in readings:
+                reading.cache = None
+        ends = torch.tensor(lengths, device=self.model.device)[:, None]
+        visible = torch.arange(longest + more, device=ends.device) >= longest - ends
+        for step in range(more):
+            last = torch.tensor([[reading.generated[-1]] for reading in readings], device=ends.device)
+            if len(set(lengths)) > 1:
+                arguments = {"attention_mask": visible[:, : longest + step + 1].long()}
+                if self._takes_positions:
+                    arguments["position_ids"] = ends + step
+            logits = self._forward(last, cache, 1, **arguments)
+            for reading, token in zip(readings, logits[:, -1].argmax(-1).tolist(), strict=True):
+                if not reading.finished:
+                    reading.take(token, self._ends)
+            if all(reading.finished for reading in readings):
+                return
+
+    def _forward(self, ids: Tensor, cache: Any, keep: int, **more: Any) -> Tensor:
+        """Logits of the last ``keep`` positions, (batch, keep, vocabulary)."""
+        output = self.model(ids, use_cache=True, logits_to_keep=keep, **{self._cache_argument: cache}, **more)
+        logits: Tensor = output.logits
+        return logits
+
+
+class EncoderDecoderReader:
+    """Of models with an encoder (T5): it sees a whole prompt at once, so nothing is shared between prompts.
+
+    The prompt goes to the encoder with an end-of-sequence token, the answer comes from the decoder.
+    """
+
+    def __init__(self, model: PreTrainedModel, limits: Limits) -> None:
+        self.model, self.limits, self.usage = model, limits, Usage()
+        ends = model.generation_config.eos_token_id
+        self._ends = set(ends) if isinstance(ends, list) else {ends}
+        self._start = model.generation_config.decoder_start_token_id
+        if self._start is None:
+            self._start = model.config.decoder_start_token_id
+
+    def __call__(
+        self, groups: Iterable[Sequence[tuple[int, Prompt]]], advance: Advance = lambda key, share: None
+    ) -> Iterator[tuple[int, Answer]]:
+        """As :meth:`Reader.__call__`."""
+        with torch.inference_mode():
+            for group in groups:
+                for key, prompt in group:
+                    self.usage.add(0, len(prompt.ids))
+                    yield key, self._answer(prompt)
+                    advance(key, 1.0)
+
+    def _answer(self, prompt: Prompt) -> Answer:
+        end = self.model.config.eos_token_id
+        ids = torch.tensor([[*prompt.ids, end]], device=self.model.device)
+        encoded = self.model.get_encoder()(ids)
+        cache = EncoderDecoderCache(_new_cache(prompt.max_new_tokens + len(prompt.answer_ids)), DynamicCache())
+        answer = torch.tensor(prompt.answer_ids)
+        first = torch.tensor([[self._start, *prompt.answer_ids[:-1]]], device=ids.device)
+        logits = self._forward(encoded, first, cache)
+        reading = _Reading(0, cache, 1, prompt.max_new_tokens)
+        reading.log_probability = _log_probability(logits[0], answer)
+        for place, token in enumerate(logits[0].argmax(-1).tolist()):
+            reading.take(token, self._ends)
+            if reading.finished or token != prompt.answer_ids[place]:
+                break
+        _cut(cache.self_attention_cache, reading.length)
+        while not reading.finished:
+            last = torch.tensor([[reading.generated[-1]]], device=ids.device)
+            reading.take(int(self._forward(encoded, last, cache)[0, -1].argmax()), self._ends)
+        return Answer(reading.generated, reading.log_probability)
+
+    def _forward(self, encoded: Any, ids: Tensor, cache: Any) -> Tensor:
+        output = self.model(
+            encoder_outputs=encoded,
+            decoder_input_ids=ids,
+            use_cache=True,
+            **{compat().cache_argument(self.model): cache},
+        )
+        logits: Tensor = output.logits
+        return logits
+
+
+def reader(model: PreTrainedModel, limits: Limits) -> Reader | EncoderDecoderReader:
+    """The reader that fits the model."""
+    return (EncoderDecoderReader if model.config.is_encoder_decoder else Reader)(model, limits)
+
+
+@dataclass
+class _Reading:
+    """A prompt that has been read; ``cache`` holds it and all that was generated but the last token."""
+
+    key: int
+    cache: Any
+    prompt_length: int
+    max_new_tokens: int
+    log_probability: float = 0.0
+    generated: list[int] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return self.prompt_length + max(0, len(self.generated) - 1)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the cache will hold in the end."""
+        return self.prompt_length + self.max_new_tokens
+
+    def take(self, token: int, ends: set[int | None]) -> None:
+        """The next token that the model chose."""
+        if token not in ends:
+            self.generated.append(token)
+        self.finished = token in ends or len(self.generated) == self.max_new_tokens
+
+
+class _Layer(DynamicLayer):
+    """Keys and values in one buffer, so that a step copies nothing that is there; a cut costs nothing."""
+
+    def __init__(self, room: int = 0) -> None:
+        super().__init__()
+        self._room = room
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._buffers: list[Tensor] = []
+        used = self.get_seq_length()
+        end = used + key_states.shape[-2]
+        new = (key_states, value_states)
+        if not self._buffers or end > self._buffers[0].shape[-2]:
+            old = self._buffers
+            self._buffers = [each.new_empty(*each.shape[:2], max(end, self._room), each.shape[3]) for each in new]
+            for buffer, before in zip(self._buffers, old, strict=False):
+                buffer[:, :, :used] = before[:, :, :used]
+            self._room = 2 * end
+        for buffer, states in zip(self._buffers, new, strict=True):
+            buffer[:, :, used:end] = states
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` tokens."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
+
+
+def _new_cache(room: int) -> Any:
+    """An empty cache for so many tokens. Sliding layers keep all keys, too: it can be cut, and masks do the rest."""
+    return Cache(layer_class_to_replicate=partial(_Layer, room))  # type: ignore[arg-type]
+
+
+def _cut(cache: Any, length: int) -> None:
+    for layer in cache.layers:
+        layer.cut(length)
+
+
+def _copy(cache: Any, length: int, room: int) -> Any:
+    """Another cache that begins with the first ``length`` tokens of this one."""
+    return _stack([cache], room, length)
+
+
+def _stack(caches: Sequence[Any], room: int, length: int | None = None) -> Any:
+    """One cache of several, the shorter ones padded on the left."""
+    made = _new_cache(room)
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        layer = _Layer(room)
+        if layers[0].is_initialized:
+            layer.update(*(_pad([getattr(each, name)[:, :, :length] for each in layers]) for name in _STATES))
+        made.layers.append(layer)
+    return made
+
+
+_STATES = ("keys", "values")
+
+
+def _pad(states: Sequence[Tensor]) -> Tensor:
+    longest = max(each.shape[2] for each in states)
+    return torch.cat([F.pad(each, (0, 0, longest - each.shape[2], 0)) for each in states])
+
+
+def _log_probability(logits: Tensor, answer: Tensor) -> float:
+    return float(logits.float().log_softmax(-1).gather(1, answer[:, None].to(logits.device)).sum())
+
+
+def _cuts(model: PreTrainedModel) -> bool:
+    """Whether all layers keep keys and values of each token, so that a cache can be cut anywhere."""
+    layers = DynamicCache(config=model.config).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def _depends_on_length(model: PreTrainedModel) -> bool:
+    """Whether cached keys depend on how long the input was: stock ``dynamic`` and ``longrope``."""
+    if patch_of(model) is not None:
+        return False
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    return any(entry.get("rope_type") in ("dynamic", "longrope") for entry in (parameters, *nested))
+
+
+def _cost(model: PreTrainedModel) -> tuple[float, float]:
+    """Operations per token (two per weight below the embeddings) and per pair of query and key."""
+    config = model.config.get_text_config(decoder=True)
+    outside = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    weights = sum(
+        weight.numel()
+        for module in model.modules()
+        if id(module) not in outside
+        for weight in module.parameters(recurse=False)
+    )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2.0 * weights, 4.0 * config.num_hidden_layers * config.num_attention_heads * head_dim
