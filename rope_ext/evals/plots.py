@@ -18,7 +18,16 @@ from rope_ext.evals.runner import Row
 SCORE_COLOURS = LinearSegmentedColormap.from_list("score", ["#b2182b", "#f4a582", "#f7f7f7", "#92c5de", "#2166ac"])
 """Red to blue: told apart by colour-blind readers too."""
 
-LINE_COLOURS = ("#b2182b", "#2166ac", "#e08214", "#1b7837", "#762a83", "#4d4d4d")
+LINE_COLOURS = (
+    *("#b2182b", "#2166ac", "#e08214", "#1b7837", "#762a83", "#4d4d4d"),
+    *("#17a2b8", "#c51b7d", "#8c6d31", "#9aa800"),
+)
+
+FEW = 3
+"""So many lines can carry intervals and numbers."""
+
+PANELS = 2
+"""Heatmaps side by side: more could not be read on a phone."""
 
 
 def of_task(task: str, rows: Sequence[Row], trained_length: int | None = None) -> Figure:
@@ -45,10 +54,14 @@ def heatmap(
     places = list(dict.fromkeys(cell[down] for cell in cells))
     if down == "depth":
         places.sort()
-    width = 1.7 + len(names) * max(2.6, 0.95 * len(lengths) + 0.6)
-    figure = Figure(figsize=(width, 1.9 + 0.55 * len(places)), layout="constrained")
-    axes = figure.subplots(1, len(names), sharey=True, squeeze=False)
-    for axis, name in zip(axes[0], names, strict=True):
+    wide = min(PANELS, len(names))
+    high = math.ceil(len(names) / wide)
+    width = 1.7 + wide * max(2.6, 0.95 * len(lengths) + 0.6)
+    figure = Figure(figsize=(width, 0.5 + high * (1.4 + 0.55 * len(places))), layout="constrained")
+    axes = figure.subplots(high, wide, sharey=True, squeeze=False)
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
+    for axis, name in zip(axes.flat, names, strict=False):
         found = {(cell["length"], cell[down]): cell for cell in cells if cell["label"] == name}
         grid = [[found.get((length, place), {}).get("score", math.nan) for length in lengths] for place in places]
         image = axis.imshow(grid, cmap=SCORE_COLOURS, vmin=0, vmax=1, aspect="auto")
@@ -65,8 +78,9 @@ def heatmap(
         axis.tick_params(which="both", length=0)
         for spine in axis.spines.values():
             spine.set_visible(False)
-    axes[0][0].set_ylabel("depth of the needle" if down == "depth" else "")
-    bar = figure.colorbar(image, ax=axes[0], label="answers found", shrink=0.9, pad=0.02)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("depth of the needle" if down == "depth" else "")
+    bar = figure.colorbar(image, ax=axes, label="answers found", shrink=0.9, pad=0.02)
     bar.set_ticks([0, 0.5, 1], labels=["0 %", "50 %", "100 %"])
     bar.outline.set_visible(False)
     figure.suptitle(title, fontsize=12)
@@ -74,7 +88,8 @@ def heatmap(
 
 
 def score_curves(rows: Sequence[Row], across: str, group: str | None, title: str) -> Figure:
-    """Score with its 95 % interval over a place or a length: one line per setup, one panel per value of ``group``.
+    """Score over a place or a length: one line per setup, one panel per value of ``group``; with up to ``FEW`` setups
+    the 95 % intervals, too.
 
     Rows without a number there (closed book, oracle, remedy) are horizontal lines.
     """
@@ -84,13 +99,14 @@ def score_curves(rows: Sequence[Row], across: str, group: str | None, title: str
     figure = Figure(figsize=(1.2 + 4.2 * len(panels), 4.2), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, panel in zip(axes, panels, strict=True):
-        for colour, name in zip(LINE_COLOURS * 9, names, strict=False):
+        for (colour, line), name in zip(_lines(), names, strict=False):
             mine = [cell for cell in cells if cell["label"] == name and (group is None or cell[group] == panel)]
             curve = sorted((c for c in mine if not isinstance(c[across], str)), key=lambda cell: cell[across])
             places = [cell[across] for cell in curve]
-            axis.plot(places, [cell["score"] for cell in curve], "o-", color=colour, linewidth=2, label=name)
+            axis.plot(places, [cell["score"] for cell in curve], marker="o", ls=line, color=colour, lw=2, label=name)
             low, high = [cell["low"] for cell in curve], [cell["high"] for cell in curve]
-            axis.fill_between(places, low, high, color=colour, alpha=0.12, linewidth=0)
+            if len(names) <= FEW:
+                axis.fill_between(places, low, high, color=colour, alpha=0.12, linewidth=0)
             for style, cell in zip(("--", ":", "-."), (c for c in mine if isinstance(c[across], str)), strict=False):
                 caption = f"{name}, {cell[across]}" if len(names) > 1 else cell[across]
                 axis.axhline(cell["score"], color=colour, linestyle=style, linewidth=1.3, label=caption)
@@ -103,7 +119,7 @@ def score_curves(rows: Sequence[Row], across: str, group: str | None, title: str
         axis.grid(True, alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("share of right answers")
-    axes[-1].legend(frameon=False, fontsize=9)
+    _legend_below(figure, axes[0])
     figure.suptitle(title, fontsize=12)
     return figure
 
@@ -111,18 +127,18 @@ def score_curves(rows: Sequence[Row], across: str, group: str | None, title: str
 def perplexity_plot(
     rows: Sequence[Row], trained_length: int | None = None, title: str = "Perplexity by position"
 ) -> Figure:
-    """Perplexity of each position bin on a logarithmic scale, one line per setup and length."""
-    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
+    """Perplexity of each position bin on a logarithmic scale: one line per setup, of its longest forward."""
+    bins = [row for row in perplexity_bins(rows) if row["sample"] == 0]
+    names = labels(bins)
+    figure = Figure(figsize=(7.6, 4.2 + 0.2 * (len(names) // 3)), layout="constrained")
     axis = figure.subplots()
-    bins = perplexity_bins(rows)
-    many_lengths = len({row["length"] for row in bins}) > 1
-    for colour, name in zip(LINE_COLOURS * 9, labels(bins), strict=False):
-        for length in sorted({row["length"] for row in bins if row["label"] == name}):
-            mine = [row for row in bins if row["label"] == name and row["length"] == length and row["sample"] == 0]
-            middles = [(row["start"] + row["end"]) / 2 for row in mine]
-            values = [row["perplexity"] for row in mine]
-            caption = f"{name}, {length:,} tokens" if many_lengths else name
-            axis.plot(middles, values, "o-", color=colour, linewidth=2, markersize=5, label=caption)
+    for (colour, line), name in zip(_lines(), names, strict=False):
+        mine = [row for row in bins if row["label"] == name]
+        mine = [row for row in mine if row["length"] == max(row["length"] for row in mine)]
+        middles = [(row["start"] + row["end"]) / 2 for row in mine]
+        values = [row["perplexity"] for row in mine]
+        axis.plot(middles, values, marker="o", ls=line, color=colour, linewidth=2, markersize=5, label=name)
+        if len(names) <= FEW:
             axis.annotate(f"{values[-1]:.3g}", (middles[-1], values[-1]), xytext=(7, -3), textcoords="offset points")
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -136,7 +152,7 @@ def perplexity_plot(
     axis.set_ylabel("perplexity")
     axis.grid(True, which="major", alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
+    _legend_below(figure, axis)
     axis.set_title(title, fontsize=12)
     return figure
 
@@ -169,6 +185,16 @@ def frequency_plot(descriptions: Mapping[str, Description], title: str = "Wavele
     axis.legend(frameon=False, fontsize=9)
     axis.set_title(title, fontsize=12)
     return figure
+
+
+def _lines() -> list[tuple[str, str]]:
+    """(colour, line style), all different."""
+    return [(colour, style) for style in ("-", "--", ":", "-.") for colour in LINE_COLOURS]
+
+
+def _legend_below(figure: Figure, axis: Axes) -> None:
+    handles, captions = axis.get_legend_handles_labels()
+    figure.legend(handles, captions, loc="outside lower center", ncols=min(4, len(captions)), frameon=False, fontsize=9)
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -17,7 +17,8 @@ section { padding: .4rem 1.2rem 1.2rem; margin: 1rem 0; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .8rem 0; }
 th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid #e9edf1; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
+small { color: #5b6875; }
 th { font-weight: 600; color: #5b6875; }
 summary { cursor: pointer; color: #2166ac; }
 img { max-width: 100%; height: auto; display: block; margin: .8rem auto; }
@@ -49,12 +50,20 @@ class Page:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], folded: bool = False) -> str:
-    """An HTML table that scrolls sideways on a narrow screen; ``folded`` to be opened with a click."""
+    """An HTML table that scrolls sideways on a narrow screen; ``folded`` to be opened with a click.
+
+    What stands behind a line break in a cell is shown small below.
+    """
     top = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    lines = ("".join(f"<td>{_cell(cell)}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     made = f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     return f"<details><summary>{len(rows)} lines</summary>{made}</details>" if folded else made
+
+
+def _cell(text: str) -> str:
+    first, *more = html.escape(text).split("\n")
+    return "".join([first, *(f"<br><small>{line}</small>" for line in more)])
 
 
 def picture(path: Path, caption: str) -> str:

@@ -149,7 +149,7 @@ def holds_to(rows: Sequence[Row]) -> int | None:
 
 
 def summary_table(summary: Sequence[Row], trained: int | None) -> tuple[list[str], list[list[str]]]:
-    """(header, lines) for people; differences to the baseline in parentheses."""
+    """(header, lines) for people; differences to the baseline on a second line of a cell."""
     names = [name for name in dict.fromkeys(name for row in summary for name in row) if name != "label"]
     limit = "" if trained is None else f" {trained:,}"
     sides = {", inside": f", to{limit}" if limit else "", ", beyond": f", past{limit}"}
@@ -216,11 +216,11 @@ def _compared(value: Any, name: str) -> str:
     if not isinstance(value, dict):
         return _shown(value)
     if "ratio" in value:
-        interval = "" if math.isnan(value["low"]) else f", {value['low']:.2f} to {value['high']:.2f}"
-        return f"{value['value']:.2f} (x{value['ratio']:.2f}{interval})"
+        interval = "" if math.isnan(value["low"]) else f" ({value['low']:.2f} to {value['high']:.2f})"
+        return f"{value['value']:.2f}\nx{value['ratio']:.2f}{interval}"
     if "difference" in value:
         interval = f"{value['low']:+.2f} to {value['high']:+.2f}"
-        return f"{value['value']:.2f} ({value['difference']:+.2f}, {interval})"
+        return f"{value['value']:.2f}\n{value['difference']:+.2f} ({interval})"
     return f"{value['value']:.2f}"
 
 
@@ -233,8 +233,8 @@ def _shown(value: Any) -> str:
 
 
 _READING = (
-    "In parentheses: the difference to the model as loaded on the same prompts and passages, with its 95 % interval; "
-    "for perplexity the ratio. A method that is worse inside the trained length costs short-context quality."
+    "Below each number: the difference to the model as loaded on the same prompts and passages, with its 95 % "
+    "interval; for perplexity the ratio. A method that is worse inside the trained length costs short-context quality."
 )
 
 _TITLES = {
