@@ -326,10 +326,14 @@ def attention_of(settings: Settings, model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(settings: Settings, model: nn.Module, tokenizer: Any, length: int) -> dict[str, float]:
-    """Perplexity of the built-in text and the needle, at the target length."""
+    """Perplexity of the built-in text and the needle, at the target length; nothing where that is not possible."""
     text = "\n".join(rows_of.documents(rows_of.BUILT_IN))
-    (perplexity,) = run(Perplexity(text, [length]), model, tokenizer)
-    needles = run(Needle(text, [length], depths=[10, 50, 90]), model, tokenizer)
+    tasks = Perplexity(text, [length]), Needle(text, [length], depths=[10, 50, 90], control=False)
+    try:
+        (perplexity,), needles = (run(task, model, tokenizer, progress=False) for task in tasks)
+    except ValueError as error:  # too little text or memory: no reason to lose a run
+        print(f"no evaluation at {length} tokens: {error}")
+        return {}
     found = sum(row["score"] for row in needles) / len(needles)
     mean = sum(row["answer_log_probability"] for row in needles) / len(needles)
     return {"perplexity": perplexity["perplexity"], "needle": found, "needle_log_probability": mean}
@@ -419,7 +423,9 @@ def train(settings: Settings) -> Path:
         if last or (settings.save_every and (step + 1) % settings.save_every == 0):
             checkpoint.save(step + 1)
         if settings.eval_every and (last or (step + 1) % settings.eval_every == 0) and not encoder_decoder:
-            log({"step": step + 1, **evaluate(settings, model, tokenizer, target)})
+            found = evaluate(settings, model, tokenizer, target)
+            if found:
+                log({"step": step + 1, **found})
     log.bar.close()
     accelerator.end_training()
     save(settings, accelerator, module, model, tokenizer, out)

@@ -185,6 +185,9 @@ def test_evaluation_while_training(tmp_path):
     assert entry["step"] == 2
     assert entry["perplexity"] > 1
     assert 0 <= entry["needle"] <= 1
+    printed = finish(tmp_path / "far", eval_every=2, max_steps=2, target_length=1_000_000)  # longer than the text
+    assert len(losses(tmp_path / "far")) == 2
+    assert "no evaluation at 1000000 tokens" in printed
 
 
 def test_estimate_stops_before_training(tmp_path):

@@ -14,6 +14,7 @@ All take the same keyword arguments beside their task's own (see the task's clas
     label: name of this setup in tables and plots; by default the method with its factor.
     limits: how much is held at once (:class:`Limits`).
     max_memory: bytes that the run may take, weights included; by default what is free.
+    progress: show the memory estimate and a bar.
     spread: split the rows over the processes of ``torchrun`` or ``accelerate launch``.
 """
 
@@ -91,7 +92,7 @@ def evaluate(task: Task, model: nn.Module, tokenizer: Any, out: Path | str | Non
     return Results(task.name, rows, trained_length(model))
 
 
-_RUN = ("out", "label", "limits", "max_memory", "spread")
+_RUN = ("out", "label", "limits", "max_memory", "progress", "spread")
 
 
 def _measure(kind: type[Task], model: nn.Module, tokenizer: Any, more: dict[str, Any], *given: Any) -> Results:

@@ -63,6 +63,7 @@ def run(
     limits: Limits | None = None,
     max_memory: int | None = None,
     spread: bool = False,
+    progress: bool = True,
 ) -> list[Row]:
     """Measure every row of the task; rows that ``out`` already holds for this very setup are not measured again.
 
@@ -76,6 +77,7 @@ def run(
         max_memory: bytes that the run may take, weights included; by default what is free.
         spread: split the rows over the processes that ``torchrun`` or ``accelerate launch`` started; every process must
             call this, and each gets all rows back. Not for a model that is itself sharded.
+        progress: show the memory estimate and a bar.
 
     Returns:
         The rows in the task's order: what was asked, the results, ``label``, ``method``, ``options`` and the setup.
@@ -112,7 +114,7 @@ def run(
         training = {module: module.training for module in inner.modules()}
         inner.eval()
         try:
-            with _Bar(f"{task.name}: {label}", asked, f"memory: {needed}", shown=rank == 0) as advance:
+            with _Bar(f"{task.name}: {label}", asked, f"memory: {needed}", shown=progress and rank == 0) as advance:
                 for place, measured in task.measure(inner, tokenizer, asked, limits, advance):
                     row = {"task": task.name, **asked[place], **measured, **origin}
                     store.add(keys[missing[place]], row)
@@ -190,7 +192,8 @@ class _Bar:
 
     def __enter__(self) -> Advance:
         self._progress.start()
-        self._progress.print(self._note, highlight=False, soft_wrap=True)
+        if not self._progress.disable:
+            self._progress.print(self._note, highlight=False, soft_wrap=True)
         return lambda index, share: self._progress.advance(self._bar, self._weights[index] * share)
 
     def __exit__(self, *_: Any) -> None:
