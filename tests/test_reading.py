@@ -242,3 +242,13 @@ def test_tasks_of_an_encoder_decoder(small):
         assert {row["label"] for row in rows} == {"t5_bias x2"}
     with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder"):
         run(Perplexity(text, [200]), model, tokenizer)
+
+
+def test_reading_leaves_autograd_as_it_is():
+    """Between two answers, and when an evaluation is given up."""
+    model = build("llama")
+    for _ in reader(model, Limits(batch_tokens=1))([list(enumerate(prompts()))]):
+        assert not torch.is_inference_mode_enabled()
+        break
+    assert not torch.is_inference_mode_enabled()
+    model(ids(8), labels=ids(8)).loss.backward()

@@ -118,14 +118,16 @@ class Reader:
             advance: told about progress.
         """
         waiting: list[_Reading] = []
-        with torch.inference_mode():
-            for group in groups:
-                for reading in self._read_group(group, advance):
+        for group in groups:
+            for reading in self._read_group(group, advance):
+                if reading.finished:
+                    yield reading.key, reading.answer
+                else:
                     waiting.append(reading)
-                    if sum(each.room for each in waiting) > self.limits.batch_tokens:
-                        yield from self._finish(waiting)
-                        waiting = []
-            yield from self._finish(waiting)
+                if sum(each.room for each in waiting) > self.limits.batch_tokens:
+                    yield from self._finish(waiting)
+                    waiting = []
+        yield from self._finish(waiting)
 
     def _read_group(self, group: Sequence[tuple[int, Prompt]], advance: Advance) -> Iterator[_Reading]:
         if not self._exact:
@@ -203,11 +205,10 @@ class Reader:
 
     def _finish(self, waiting: Sequence[_Reading]) -> Iterator[tuple[int, Answer]]:
         """Decode on from all of them, together."""
-        unfinished = [reading for reading in waiting if not reading.finished]
-        if unfinished:
-            self._decode(unfinished)
+        if waiting:
+            self._decode(waiting)
         for reading in waiting:
-            yield reading.key, Answer(reading.generated, reading.log_probability)
+            yield reading.key, reading.answer
 
     def _decode(self, readings: Sequence[_Reading]) -> None:
         lengths = [reading.length for reading in readings]
@@ -232,6 +233,7 @@ class Reader:
             if all(reading.finished for reading in readings):
                 return
 
+    @torch.inference_mode()
     def _forward(self, ids: Tensor, cache: Any, keep: int, **more: Any) -> Tensor:
         """Logits of the last ``keep`` positions, (batch, keep, vocabulary)."""
         output = self.model(ids, use_cache=True, logits_to_keep=keep, **{self._cache_argument: cache}, **more)
@@ -257,13 +259,13 @@ class EncoderDecoderReader:
         self, groups: Iterable[Sequence[tuple[int, Prompt]]], advance: Advance = lambda key, share: None
     ) -> Iterator[tuple[int, Answer]]:
         """As :meth:`Reader.__call__`."""
-        with torch.inference_mode():
-            for group in groups:
-                for key, prompt in group:
-                    self.usage.add(0, len(prompt.ids))
-                    yield key, self._answer(prompt)
-                    advance(key, 1.0)
+        for group in groups:
+            for key, prompt in group:
+                self.usage.add(0, len(prompt.ids))
+                yield key, self._answer(prompt)
+                advance(key, 1.0)
 
+    @torch.inference_mode()
     def _answer(self, prompt: Prompt) -> Answer:
         end = self.model.config.eos_token_id
         ids = torch.tensor([[*prompt.ids, end]], device=self.model.device)
@@ -282,7 +284,7 @@ class EncoderDecoderReader:
         while not reading.finished:
             last = torch.tensor([[reading.generated[-1]]], device=ids.device)
             reading.take(int(self._forward(encoded, last, cache)[0, -1].argmax()), self._ends)
-        return Answer(reading.generated, reading.log_probability)
+        return reading.answer
 
     def _forward(self, encoded: Any, ids: Tensor, cache: Any) -> Tensor:
         output = self.model(
@@ -311,6 +313,10 @@ class _Reading:
     log_probability: float = 0.0
     generated: list[int] = field(default_factory=list)
     finished: bool = False
+
+    @property
+    def answer(self) -> Answer:
+        return Answer(self.generated, self.log_probability)
 
     @property
     def length(self) -> int:
