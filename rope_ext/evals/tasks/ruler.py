@@ -275,7 +275,9 @@ class _Sheet:
             raise ValueError(f"length {length} is too short for {task}: it takes at least {length + needed - room}.")
 
     def used_up(self, what: str) -> ValueError:
-        return ValueError(f"length {self.row['length']} is too long for {self.row['subtask']}: {what}; use shorter ones.")
+        return ValueError(
+            f"length {self.row['length']} is too long for {self.row['subtask']}: {what}; use shorter ones."
+        )
 
 
 def _niah(sheet: _Sheet, kind: Niah, essay: Sequence[str]) -> Question:
