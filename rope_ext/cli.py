@@ -7,26 +7,25 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from rope_ext.api import describe, methods, patch_model, patched
+from rope_ext.api import describe, methods, patch_model
 from rope_ext.checkpoint import export, take_record
 from rope_ext.config import Method
 from rope_ext.evals import options as evaluations
 from rope_ext.evals import plots
-from rope_ext.evals.identity import trained_length
+from rope_ext.evals.identity import AS_IT_IS, trained_length
 from rope_ext.evals.reading import Limits
-from rope_ext.evals.results import Results
+from rope_ext.evals.results import Results, labels, shown, tokens_of
 from rope_ext.evals.runner import Task, comparable, run
-from rope_ext.evals.sweeping import setups, summary_table, sweep
+from rope_ext.evals.sweeping import setups, summary_table, sweep, under
 from rope_ext.models import SMOLLM2, build_empty, load, smollm2
 from rope_ext.registry import find_method
 
@@ -71,7 +70,7 @@ def _inspect(options: argparse.Namespace) -> None:
     console.print(str(before), highlight=False)
     descriptions = {"as loaded": before}
     if encoding is not None:
-        with _patched(model, encoding):
+        with under(model, encoding):
             after = descriptions[options.method] = describe(model, length=options.length)
         console.print(str(after), highlight=False)
         descriptions["as loaded"] = describe(model, length=options.length or after.usable_length)
@@ -91,7 +90,7 @@ def _eval(options: argparse.Namespace) -> None:
     encoding = _encoding(options)
     model, tokenizer = load(options.model, options.dtype, _device(options))
     options.out.mkdir(parents=True, exist_ok=True)
-    with _patched(model, encoding):
+    with under(model, encoding):
         for task in tasks:
             if task.name == "perplexity" and options.task == "all" and model.config.is_encoder_decoder:
                 console.print("perplexity: left out, it needs a causal language model")
@@ -106,26 +105,16 @@ def _eval(options: argparse.Namespace) -> None:
 
 def _show(results: Results, task: Task) -> None:
     cells = results.cells()
-    if not cells:
-        return
     columns = [name for name in cells[0] if name not in ("label", "low", "high")]
-    shown = [*columns, "95 % interval"] if "low" in cells[0] else columns
-    titled = [name.replace("_", " ").replace("answer log probability", "log p") for name in shown]
+    header = [*columns, "95 % interval"] if "low" in cells[0] else columns
+    titled = [name.replace("_", " ").replace("answer log probability", "log p") for name in header]
     table = Table(*titled, title=f"{task.name}, {cells[0]['label']}", title_justify="left")
     for cell in cells:
         interval = [f"{cell['low']:.2f} - {cell['high']:.2f}"] if "low" in cell else []
-        table.add_row(*(_number(cell[name]) for name in columns), *interval)
+        table.add_row(*(shown(cell[name]) for name in columns), *interval)
     console.print(table)
     if task.usage is not None:
         console.print(str(task.usage), highlight=False, soft_wrap=True)
-
-
-def _number(value: Any) -> str:
-    return f"{value:,.3f}" if isinstance(value, float) and value % 1 else f"{value:,g}" if _is(value) else str(value)
-
-
-def _is(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _sweep(options: argparse.Namespace) -> None:
@@ -150,12 +139,8 @@ def _sweep(options: argparse.Namespace) -> None:
 
 
 def _span(found: Results) -> str:
-    tokens = sorted({int(row["length"] if "length" in row else row["tokens"]) for row in found.rows})
-    rows = len({tuple(sorted((name, str(row[name])) for name in row if name in _ASKED)) for row in found.rows})
-    return f"{rows} rows of {tokens[0]:,} to {tokens[-1]:,} tokens"
-
-
-_ASKED = ("length", "depth", "sample", "pairs", "documents", "position", "subtask")
+    tokens = [tokens_of(row) for row in found.rows]
+    return f"{len(tokens) // len(labels(found.rows))} rows of {min(tokens):,} to {max(tokens):,} tokens"
 
 
 def _running(options: argparse.Namespace) -> dict[str, Any]:
@@ -180,7 +165,7 @@ def _device(options: argparse.Namespace) -> str | None:
 def _export(options: argparse.Namespace) -> None:
     encoding = _encoding(options)
     model, tokenizer = load(options.model, options.dtype, options.device)
-    with _patched(model, encoding, tokenizer=tokenizer):
+    with under(model, encoding, tokenizer=tokenizer):
         console.print(export(model, options.out, tokenizer, overwrite=options.overwrite).message)
 
 
@@ -199,15 +184,11 @@ def _encoding(options: argparse.Namespace) -> Method | None:
         if "factor" in given:
             raise ValueError(f"--factor {options.factor:g} and --option factor={given['factor']} are both given.")
         given["factor"] = options.factor
-    if options.method not in (None, "none", "unpatched"):
+    if options.method not in (None, *AS_IT_IS):
         return find_method(options.method).from_options(given)
     if given:
         raise ValueError(f"--factor and --option need a --method, got {given}.")
     return None
-
-
-def _patched(model: PreTrainedModel, encoding: Method | None, **more: Any) -> Any:
-    return nullcontext(model) if encoding is None else patched(model, encoding, **more)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -112,7 +112,7 @@ def test_a_draft_counts_only_as_far_as_the_model_agrees():
     wrong = (theirs[2] + 1) % 90
     for answer in (theirs, theirs[:2], [*theirs[:2], wrong, 5], [*theirs, 5, 6, 7], [wrong]):
         for limits in (ALONE, TOGETHER):
-            (found,) = answers(model, limits, [Prompt(asked.ids, answer, NEW)] * 1).values()
+            (found,) = answers(model, limits, [Prompt(asked.ids, answer, NEW)]).values()
             assert found.generated == theirs
             with torch.no_grad():
                 table = model(torch.tensor([[*asked.ids, *answer]])).logits[0].log_softmax(-1)

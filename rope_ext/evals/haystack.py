@@ -15,8 +15,12 @@ SHORTEST = 16
 """Fewer tokens are no haystack."""
 
 
-def haystack(tokenizer: Any, sentences: Sequence[str], budget: int, start: int = 0) -> list[list[int]]:
-    """Pieces that fill ``budget`` tokens: sentences from number ``start`` on, the last one cut to fit.
+STRIDE = 997
+"""Sentences between the haystacks of two samples: a prime, so that they do not start at the same few places."""
+
+
+def haystack(tokenizer: Any, sentences: Sequence[str], budget: int, sample: int = 0) -> list[list[int]]:
+    """Pieces that fill ``budget`` tokens: sentences, from another one on for each sample, the last one cut to fit.
 
     A larger budget gives the same pieces and more, so that prompts of several lengths share their beginning.
 
@@ -28,7 +32,7 @@ def haystack(tokenizer: Any, sentences: Sequence[str], budget: int, start: int =
     if budget < SHORTEST:
         raise ValueError(f"the haystack gets {budget} tokens, it needs {SHORTEST}.")
     hay: list[list[int]] = []
-    for sentence in endless(list(sentences), start):
+    for sentence in endless(list(sentences), sample * STRIDE):
         ids = encode(tokenizer, f" {sentence}")  # so that a needle may go before the first one, too
         for at in range(0, len(ids), LONGEST_PIECE):
             piece = ids[at : at + LONGEST_PIECE][:budget]

@@ -12,11 +12,17 @@ from transformers import PreTrainedModel
 from rope_ext.api import describe, patch_of, unwrap
 from rope_ext.config import Method
 
+UNPATCHED = "unpatched"
+"""The label of a model as it was loaded."""
+
+AS_IT_IS = ("none", UNPATCHED)
+"""What asks for the model as it is, where the name of a method is expected."""
+
 
 def setup_label(model: nn.Module) -> str:
     """A short name for how the model's positions stand: "unpatched", "yarn x2", "yarn x2 beta_fast=4"."""
     patch = patch_of(unwrap(model))
-    return "unpatched" if patch is None else method_label(patch.encoding)
+    return UNPATCHED if patch is None else method_label(patch.encoding)
 
 
 def trained_length(model: nn.Module) -> int | None:

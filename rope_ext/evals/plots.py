@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from rope_ext.api import Description
-from rope_ext.evals.results import AXES, labels, perplexity_bins, score_cells
+from rope_ext.evals.results import AXES, TITLES, labels, perplexity_bins, score_cells
 from rope_ext.evals.runner import Row
 
 SCORE_COLOURS = LinearSegmentedColormap.from_list("score", ["#b2182b", "#f4a582", "#f7f7f7", "#92c5de", "#2166ac"])
@@ -35,15 +35,13 @@ def of_task(task: str, rows: Sequence[Row], trained_length: int | None = None) -
     if task == "perplexity":
         return perplexity_plot(rows, trained_length)
     if task in ("needle", "ruler"):
-        down, title = ("depth", "Needle in a haystack") if task == "needle" else ("subtask", "RULER")
-        return heatmap(rows, down, trained_length, title)
+        return heatmap(rows, AXES[task][1], trained_length, TITLES[task])
     across, *groups = reversed(AXES[task])
-    title = {"passkey": "Passkey", "kv_retrieval": "Key-value retrieval", "multi_doc_qa": "Multi-document QA"}[task]
-    return score_curves(rows, across, groups[0] if groups else None, title)
+    return score_curves(rows, across, groups[0] if groups else None, TITLES[task])
 
 
 def heatmap(
-    rows: Sequence[Row], down: str = "depth", trained_length: int | None = None, title: str = "Needle in a haystack"
+    rows: Sequence[Row], down: str = "depth", trained_length: int | None = None, title: str = TITLES["needle"]
 ) -> Figure:
     """One panel per setup: length across, depth or subtask down, the score as colour and number, log-probability
     below it.
@@ -125,7 +123,7 @@ def score_curves(rows: Sequence[Row], across: str, group: str | None, title: str
 
 
 def perplexity_plot(
-    rows: Sequence[Row], trained_length: int | None = None, title: str = "Perplexity by position"
+    rows: Sequence[Row], trained_length: int | None = None, title: str = TITLES["perplexity"]
 ) -> Figure:
     """Perplexity of each position bin on a logarithmic scale: one line per setup, of its longest forward."""
     bins = [row for row in perplexity_bins(rows) if row["sample"] == 0]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from rope_ext.evals.memory import Holding
-from rope_ext.evals.reading import Limits, Prompt, reader
-from rope_ext.evals.runner import Advance, Row, Task
+from rope_ext.evals.reading import Advance, Limits, Prompt, reader
+from rope_ext.evals.runner import Row, Task
 
 _CONTEXT = "\0"
 """Stands for the context while a chat template is filled in; no tokenizer's template holds it."""
@@ -139,6 +140,7 @@ def _ids(tokenizer: Any, text: str, special: bool = False) -> list[int]:
     return ids
 
 
+@lru_cache(maxsize=8)
 def _marks_the_start(tokenizer: Any) -> bool:
     """Whether a text's first word gets a space before it, as SentencePiece models do."""
     (first, *_) = tokenizer.convert_ids_to_tokens(_ids(tokenizer, "a"))

@@ -25,7 +25,7 @@ from rope_ext.evals.prefixes import Node, plan
 from rope_ext.registry import compat
 
 Advance = Callable[[int, float], None]
-"""Told (key, share) when a share of a prompt has been read."""
+"""Told (key, share) when a share of a row's work is done."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class Prompt:
     ids: Sequence[int]
     answer_ids: Sequence[int]
     max_new_tokens: int
+
+    @property
+    def room(self) -> int:
+        """Tokens that its cache will hold at most."""
+        return len(self.ids) + max(self.max_new_tokens, len(self.answer_ids))
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,7 @@ class Reader:
         arguments = inspect.signature(type(model).forward).parameters
         self._cache_argument = compat().cache_argument(model)
         self._takes_positions = "position_ids" in arguments
-        ends = model.generation_config.eos_token_id if model.generation_config else None
-        self._ends = set(ends) if isinstance(ends, list) else {ends}
+        self._ends = _ends(model)
         self._exact = _cuts(model) and not _depends_on_length(model)
 
     def __call__(
@@ -150,16 +154,14 @@ class Reader:
     ) -> Iterator[_Reading]:
         """``cache`` holds the node's shared beginning, and is this node's to use."""
         key, prompt = group[node.index]
-        room = len(prompt.ids) + max(prompt.max_new_tokens, len(prompt.answer_ids))
-        cache = _new_cache(room) if cache is None else cache
+        cache = _new_cache(prompt.room) if cache is None else cache
         reading = self._read(key, prompt, ids[node.index], cache, node.start, advance)
         if node.branches and not reading.finished:
-            reading.cache = _copy(cache, reading.length, room)
+            reading.cache = _copy(cache, reading.length, prompt.room)
         yield reading
         for branch in node.branches:
-            other = group[branch.index][1]
-            wanted = len(other.ids) + max(other.max_new_tokens, len(other.answer_ids))
-            yield from self._read_tree(branch, _copy(cache, branch.start, wanted), group, ids, advance)
+            _, other = group[branch.index]
+            yield from self._read_tree(branch, _copy(cache, branch.start, other.room), group, ids, advance)
 
     def _read(self, key: int, prompt: Prompt, ids: Tensor, cache: Any, start: int, advance: Advance) -> _Reading:
         """Read the prompt's rest with the answer behind it, then cut the cache where the model would not say that."""
@@ -174,11 +176,7 @@ class Reader:
             logits = self._forward(tokens[None, begin:end], cache, kept if end == len(tokens) else 1)
             advance(key, (end - begin) / len(tokens))
         reading = _Reading(key, cache, len(ids), prompt.max_new_tokens)
-        reading.log_probability = _log_probability(logits[0], answer)
-        for place, token in enumerate(logits[0].argmax(-1).tolist()):
-            reading.take(token, self._ends)
-            if reading.finished or token != prompt.answer_ids[place]:
-                break
+        reading.take_draft(logits[0], prompt.answer_ids, self._ends)
         _cut(cache, reading.length)
         return reading
 
@@ -247,10 +245,9 @@ class EncoderDecoderReader:
     The prompt goes to the encoder with an end-of-sequence token, the answer comes from the decoder.
     """
 
-    def __init__(self, model: PreTrainedModel, limits: Limits) -> None:
-        self.model, self.limits, self.usage = model, limits, Usage()
-        ends = model.generation_config.eos_token_id
-        self._ends = set(ends) if isinstance(ends, list) else {ends}
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.usage = model, Usage()
+        self._ends = _ends(model)
         self._start = model.generation_config.decoder_start_token_id
         if self._start is None:
             self._start = model.config.decoder_start_token_id
@@ -271,15 +268,10 @@ class EncoderDecoderReader:
         ids = torch.tensor([[*prompt.ids, end]], device=self.model.device)
         encoded = self.model.get_encoder()(ids)
         cache = EncoderDecoderCache(_new_cache(prompt.max_new_tokens + len(prompt.answer_ids)), DynamicCache())
-        answer = torch.tensor(prompt.answer_ids)
         first = torch.tensor([[self._start, *prompt.answer_ids[:-1]]], device=ids.device)
         logits = self._forward(encoded, first, cache)
         reading = _Reading(0, cache, 1, prompt.max_new_tokens)
-        reading.log_probability = _log_probability(logits[0], answer)
-        for place, token in enumerate(logits[0].argmax(-1).tolist()):
-            reading.take(token, self._ends)
-            if reading.finished or token != prompt.answer_ids[place]:
-                break
+        reading.take_draft(logits[0], prompt.answer_ids, self._ends)
         _cut(cache.self_attention_cache, reading.length)
         while not reading.finished:
             last = torch.tensor([[reading.generated[-1]]], device=ids.device)
@@ -299,7 +291,7 @@ class EncoderDecoderReader:
 
 def reader(model: PreTrainedModel, limits: Limits) -> Reader | EncoderDecoderReader:
     """The reader that fits the model."""
-    return (EncoderDecoderReader if model.config.is_encoder_decoder else Reader)(model, limits)
+    return EncoderDecoderReader(model) if model.config.is_encoder_decoder else Reader(model, limits)
 
 
 @dataclass
@@ -333,6 +325,18 @@ class _Reading:
         if token not in ends:
             self.generated.append(token)
         self.finished = token in ends or len(self.generated) == self.max_new_tokens
+
+    def take_draft(self, logits: Tensor, answer: Sequence[int], ends: set[int | None]) -> None:
+        """The answer's log-probability, and the tokens that the model chose as long as it followed the answer.
+
+        Args:
+            logits: where each of the answer's tokens is predicted, (tokens, vocabulary).
+        """
+        self.log_probability = _log_probability(logits, torch.tensor(answer))
+        for drafted, token in zip(answer, logits.argmax(-1).tolist(), strict=True):
+            self.take(token, ends)
+            if self.finished or token != drafted:
+                return
 
 
 class _Layer(DynamicLayer):
@@ -398,6 +402,12 @@ _STATES = ("keys", "values")
 def _pad(states: Sequence[Tensor]) -> Tensor:
     longest = max(each.shape[2] for each in states)
     return torch.cat([F.pad(each, (0, 0, longest - each.shape[2], 0)) for each in states])
+
+
+def _ends(model: PreTrainedModel) -> set[int | None]:
+    """Token ids that end what is generated."""
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    return set(ends) if isinstance(ends, list) else {ends}
 
 
 def _log_probability(logits: Tensor, answer: Tensor) -> float:

@@ -27,6 +27,16 @@ AXES = {
 }
 """What the cells of a task's table are: all samples with the same values here."""
 
+TITLES = {
+    "perplexity": "Perplexity by position",
+    "needle": "Needle in a haystack",
+    "passkey": "Passkey",
+    "kv_retrieval": "Key-value retrieval",
+    "multi_doc_qa": "Multi-document question answering",
+    "ruler": "RULER",
+}
+"""Of pictures and sections."""
+
 
 @dataclass(frozen=True)
 class Results:
@@ -158,6 +168,21 @@ def perplexity_bins(rows: Sequence[Row]) -> list[Row]:
             same = {name: row[name] for name in ("label", "length", "sample")}
             table.append({**same, "start": start, "end": end, "perplexity": value})
     return table
+
+
+def tokens_of(row: Row) -> int:
+    """The length that was asked for, or where none was, that of the prompt."""
+    length: int = row["length"] if "length" in row else row["tokens"]
+    return length
+
+
+def shown(value: Any) -> str:
+    """A cell of a table, for people."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,.3f}" if value % 1 else f"{value:,.0f}"
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

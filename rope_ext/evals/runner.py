@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,11 +16,8 @@ from rope_ext.api import patch_of, unwrap
 from rope_ext.evals import memory
 from rope_ext.evals.identity import digest, fingerprint, setup_label, tokenizer_digest
 from rope_ext.evals.memory import Holding
-from rope_ext.evals.reading import Limits, Usage
+from rope_ext.evals.reading import Advance, Limits, Usage
 from rope_ext.evals.store import Row, Store
-
-Advance = Callable[[int, float], None]
-"""Told (index of a row, share) when a share of its work is done."""
 
 
 class Task(ABC):
@@ -123,7 +120,7 @@ def run(
                 module.training = flag
     if world > 1:
         _merge(store, rank)
-    elif rank == 0:
+    else:
         store.absorb()
     return [{**store.done[key], "label": label} for key in keys]
 

@@ -26,19 +26,11 @@ class Store:
         self._folder, self._task = folder, task
         self._path = None if folder is None else folder / (f"{task}.rank{rank}.jsonl" if rank else f"{task}.jsonl")
         if folder is not None:
-            for file in (folder / f"{task}.jsonl", *sorted(folder.glob(f"{task}.rank*.jsonl"))):
-                self._read(file)
-
-    def _read(self, file: Path) -> None:
-        if not file.exists():
-            return
-        lines = file.read_bytes().splitlines(keepends=True)
-        for line in lines:
-            entry = _parse(line)
-            if entry is not None:
-                self.done[entry.pop("key")] = entry
-        if file == self._path and lines and not lines[-1].endswith(b"\n"):
-            os.truncate(file, sum(map(len, lines[:-1])))
+            for file in (folder / f"{task}.jsonl", *self._of_others()):
+                self.done.update(_rows(file))
+        if self._path is not None and self._path.exists():
+            content = self._path.read_bytes()
+            os.truncate(self._path, content.rfind(b"\n") + 1)
 
     def add(self, key: str, row: Row) -> None:
         """On disk before this returns."""
@@ -52,14 +44,19 @@ class Store:
 
     def absorb(self) -> None:
         """Take what other processes wrote into the main file. Only the process of rank 0 may, when all are done."""
-        if self._folder is None:
-            return
-        for file in sorted(self._folder.glob(f"{self._task}.rank*.jsonl")):
-            for line in file.read_bytes().splitlines(keepends=True):
-                entry = _parse(line)
-                if entry is not None:
-                    self.add(entry.pop("key"), entry)
+        for file in self._of_others():
+            for key, row in _rows(file).items():
+                self.add(key, row)
             file.unlink()
+
+    def _of_others(self) -> list[Path]:
+        return [] if self._folder is None else sorted(self._folder.glob(f"{self._task}.rank*.jsonl"))
+
+
+def _rows(file: Path) -> dict[str, Row]:
+    """The whole rows in a file, by key."""
+    entries = map(_parse, file.read_bytes().splitlines(keepends=True)) if file.exists() else ()
+    return {entry.pop("key"): entry for entry in entries if entry is not None}
 
 
 def _parse(line: bytes) -> Row | None:

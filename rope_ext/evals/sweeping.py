@@ -13,9 +13,18 @@ from torch import nn
 
 from rope_ext.api import patched
 from rope_ext.config import Method
-from rope_ext.evals.identity import method_label, setup_label, trained_length
+from rope_ext.evals.identity import AS_IT_IS, method_label, setup_label, trained_length
 from rope_ext.evals.report import Page, picture, table
-from rope_ext.evals.results import Results, labels, mean_difference, perplexity_bins, score_difference
+from rope_ext.evals.results import (
+    TITLES,
+    Results,
+    labels,
+    mean_difference,
+    perplexity_bins,
+    score_difference,
+    shown,
+    tokens_of,
+)
 from rope_ext.evals.runner import Row, Task, run
 from rope_ext.registry import find_method
 
@@ -35,13 +44,18 @@ def setups(methods: Sequence[str], factors: Sequence[float]) -> list[Method | No
     """
     found: list[Method | None] = [None]
     for name in methods:
-        if name in ("none", "unpatched"):
+        if name in AS_IT_IS:
             continue
         kind = find_method(name)
         takes = "factor" in kind.__dataclass_fields__
         made = [kind.from_options({"factor": factor}) for factor in factors] if takes and factors else []
         found += [setup for setup in made or [kind.from_options({})] if setup not in found]
     return found
+
+
+def under(model: nn.Module, setup: Method | None, **more: Any) -> Any:
+    """A context in which the model has that position encoding; None leaves it as it is."""
+    return nullcontext(model) if setup is None else patched(model, setup, **more)
 
 
 @dataclass(frozen=True)
@@ -87,13 +101,14 @@ class Sweep:
         page.section("At a glance", _READING, table(header, lines))
         for task, found in self.results.items():
             found.save(out)
-            columns = [name for name in found.cells()[0] if name != "label"]
-            cells = [[cell["label"], *(_shown(cell.get(name)) for name in columns)] for cell in found.cells()]
+            cells = found.cells()
+            columns = [name for name in cells[0] if name != "label"]
+            lines = [[cell["label"], *(shown(cell[name]) for name in columns)] for cell in cells]
             page.section(
-                _TITLES[task],
+                TITLES[task],
                 _LEADS[task],
-                picture(out / f"{task}.png", _TITLES[task]),
-                table(["setup", *(name.replace("_", " ") for name in columns)], cells, folded=len(cells) > 12),
+                picture(out / f"{task}.png", TITLES[task]),
+                table(["setup", *(name.replace("_", " ") for name in columns)], lines, folded=len(lines) > 12),
             )
         page.write(out / "index.html")
         return out / "index.html"
@@ -121,13 +136,13 @@ def sweep(
         ValueError: a setup does not fit the model; nothing has been measured then.
     """
     for setup in setups:
-        with nullcontext() if setup is None else patched(model, setup):
+        with under(model, setup):
             pass
     baseline = setup_label(model)
     rows: dict[str, list[Row]] = {task.name: [] for task in tasks}
     for setup in setups:
         label = baseline if setup is None else method_label(setup)
-        with nullcontext() if setup is None else patched(model, setup):
+        with under(model, setup):
             for task in tasks:
                 rows[task.name] += run(task, model, tokenizer, out, label, **running)
     trained = trained_length(model)
@@ -155,12 +170,12 @@ def summary_table(summary: Sequence[Row], trained: int | None) -> tuple[list[str
     sides = {", inside": f", to{limit}" if limit else "", ", beyond": f", past{limit}"}
 
     def title(name: str) -> str:
-        for side, shown in sides.items():
-            name = name.replace(side, shown)
+        for side, limited in sides.items():
+            name = name.replace(side, limited)
         return name.replace("_", " ").replace("holds to", "needle holds to")
 
     return ["setup", *map(title, names)], [
-        [row["label"], *(_compared(row.get(n), n) for n in names)] for row in summary
+        [row["label"], *(_compared(row.get(name)) for name in names)] for row in summary
     ]
 
 
@@ -168,8 +183,7 @@ def _sides(rows: Sequence[Row], trained: int | None) -> dict[str, list[int]]:
     """Indices of the rows inside the trained length and beyond it."""
     sides: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
-        length = row["length"] if "length" in row else row["tokens"]
-        sides.setdefault("inside" if trained is None or length <= trained else "beyond", []).append(index)
+        sides.setdefault("inside" if trained is None or tokens_of(row) <= trained else "beyond", []).append(index)
     return sides
 
 
@@ -210,11 +224,9 @@ def _logs(rows: Sequence[Row], trained: int | None) -> dict[str, list[float]]:
     return sides
 
 
-def _compared(value: Any, name: str) -> str:
-    if value is None:
-        return "-"
+def _compared(value: Any) -> str:
     if not isinstance(value, dict):
-        return _shown(value)
+        return shown(value)
     if "ratio" in value:
         interval = "" if math.isnan(value["low"]) else f" ({value['low']:.2f} to {value['high']:.2f})"
         return f"{value['value']:.2f}\nx{value['ratio']:.2f}{interval}"
@@ -224,27 +236,10 @@ def _compared(value: Any, name: str) -> str:
     return f"{value['value']:.2f}"
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
 _READING = (
     "Below each number: the difference to the model as loaded on the same prompts and passages, with its 95 % "
     "interval; for perplexity the ratio. A method that is worse inside the trained length costs short-context quality."
 )
-
-_TITLES = {
-    "perplexity": "Perplexity by position",
-    "needle": "Needle in a haystack",
-    "passkey": "Passkey",
-    "kv_retrieval": "Key-value retrieval",
-    "multi_doc_qa": "Multi-document question answering",
-    "ruler": "RULER",
-}
 
 _LEADS = {
     "perplexity": "Lower is better; each point is a stretch of the text.",

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from rope_ext.evals.checks import whole_numbers
+from rope_ext.evals.checks import at_least_one, percentages, whole_numbers
 from rope_ext.evals.haystack import SHORTEST, haystack, hide
 from rope_ext.evals.identity import digest
 from rope_ext.evals.questions import Question, QuestionTask, encode, frame
@@ -19,9 +19,6 @@ CITIES = tuple(
     "Paris London Berlin Madrid Rome Vienna Oslo Lisbon Athens Dublin Prague Warsaw Cairo Lima Tokyo Delhi Seoul Hanoi "
     "Quito Havana Bern Riga Sofia Tunis Accra Dakar Nairobi Kyoto Milan Geneva".split()
 )
-
-STRIDE = 997
-"""Sentences between the haystacks of two samples: a prime, so that they do not start at the same few places."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +65,8 @@ class Needle(QuestionTask):
         wording: Wording | None = None,
     ) -> None:
         self.lengths = whole_numbers("lengths", lengths)
-        self.depths = sorted({float(depth) for depth in depths})
-        for depth in self.depths:
-            if not 0 <= depth <= 100:
-                raise ValueError(f"depths must be percentages from 0 to 100, got {depth:g}.")
-        if not self.depths or samples < 1 or max_new_tokens < 1:
-            raise ValueError("needle needs at least one depth, one sample and one new token.")
+        self.depths = percentages("depths", depths)
+        at_least_one(samples=samples, max_new_tokens=max_new_tokens)
         self.text = text
         self.samples, self.seed, self.max_new_tokens = samples, seed, max_new_tokens
         self.chat, self.control, self.wording = chat, control, wording or Wording()
@@ -112,7 +105,7 @@ class Needle(QuestionTask):
         length, rest = row["length"], len(head) + len(tail) + len(needle) + self.max_new_tokens
         if length < rest + SHORTEST:
             raise ValueError(f"length {length} leaves no room for a haystack: the rest takes {rest + SHORTEST} tokens.")
-        hay = haystack(tokenizer, self._sentences, length - rest, row["sample"] * STRIDE)
+        hay = haystack(tokenizer, self._sentences, length - rest, row["sample"])
         absent = row["depth"] is None
         ids, depths = hide(hay, [] if absent else [(row["depth"], needle)])
         facts = {"true_depth": None if absent else depths[0]}

@@ -13,7 +13,6 @@ from rope_ext.evals.haystack import SHORTEST, haystack, hide
 from rope_ext.evals.identity import digest
 from rope_ext.evals.questions import Question, QuestionTask, encode, frame
 from rope_ext.evals.runner import Row
-from rope_ext.evals.tasks.needle import STRIDE
 from rope_ext.evals.text import sentences
 
 LARGEST = 50000
@@ -92,7 +91,7 @@ class Passkey(QuestionTask):
         length, rest = row["length"], len(head) + len(tail) + len(needle) + self.max_new_tokens
         if length < rest + SHORTEST:
             raise ValueError(f"length {length} leaves no room for a filler: the rest takes {rest + SHORTEST} tokens.")
-        hay = haystack(tokenizer, self._sentences, length - rest, row["sample"] * STRIDE)
+        hay = haystack(tokenizer, self._sentences, length - rest, row["sample"])
         ids, (depth,) = hide(hay, [(row.get("depth", anywhere), needle)])
         answer = encode(tokenizer, f" {key}")
         if len(answer) > self.max_new_tokens:

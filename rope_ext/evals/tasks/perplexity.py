@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rope_ext.evals.checks import whole_numbers
+from rope_ext.evals.checks import at_least_one, whole_numbers
 from rope_ext.evals.identity import digest
 from rope_ext.evals.memory import Holding
-from rope_ext.evals.reading import Limits
-from rope_ext.evals.runner import Advance, Row, Task
+from rope_ext.evals.reading import Advance, Limits
+from rope_ext.evals.runner import Row, Task
 from rope_ext.evals.scoring import token_nll
 
 SHORTEST_PREFIX = 256
@@ -54,8 +54,7 @@ class Perplexity(Task):
         samples: int = 1,
     ) -> None:
         self.lengths = whole_numbers("lengths", lengths)
-        if bins < 1 or samples < 1 or windows < 1:
-            raise ValueError("perplexity needs at least one bin, one window and one sample.")
+        at_least_one(bins=bins, samples=samples, windows=windows)
         for length in self.lengths:
             if stride is None and length < bins + 2:
                 raise ValueError(f"length {length} is too short for {bins} bins.")

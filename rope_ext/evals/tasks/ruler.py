@@ -19,7 +19,6 @@ from rope_ext.evals.questions import Question, QuestionTask, encode, frame
 from rope_ext.evals.runner import Row
 from rope_ext.evals.tasks.kv_retrieval import random_uuid
 from rope_ext.evals.tasks.multi_doc_qa import Document, Entry, normalized, read_entries
-from rope_ext.evals.tasks.needle import STRIDE
 from rope_ext.evals.text import NOISE, sentences
 from rope_ext.evals.words import ADJECTIVES, NOUNS, PAIRS, SINGLES, pairs, vocabulary
 
@@ -297,7 +296,7 @@ def _niah(sheet: _Sheet, kind: Niah, essay: Sequence[str]) -> Question:
         hay = _needles(sheet, keys, values, room)
     else:
         sheet.check(room, SHORTEST)
-        hay = haystack(sheet.tokenizer, NOISE if kind.hay == "noise" else essay, room, sheet.row["sample"] * STRIDE)
+        hay = haystack(sheet.tokenizer, NOISE if kind.hay == "noise" else essay, room, sheet.row["sample"])
     ids, true_depths = hide(hay, list(zip(depths, needles, strict=True)))
     return sheet.answered_by(ids, [value for _, value in asked], true_depths=true_depths[: len(asked)])
 
@@ -344,7 +343,7 @@ def _vt(sheet: _Sheet) -> Question:
     statements = [sheet.encode(" " + statement) for statement in _chain(names, value)]
     room -= sum(len(statement) for statement in statements)
     sheet.check(room, SHORTEST)
-    hay = haystack(sheet.tokenizer, NOISE, room, sheet.row["sample"] * STRIDE)
+    hay = haystack(sheet.tokenizer, NOISE, room, sheet.row["sample"])
     depths = sorted(rng.uniform(0, 100) for _ in statements)
     ids, true_depths = hide(hay, list(zip(depths, statements, strict=True)))
     return sheet.answered_by(ids, names, true_depths=true_depths)
