@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -72,9 +72,12 @@ class Patch:
     """(module, name, value): plain attributes that modules carry while patched."""
     additions: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     """(parent, name, module): modules with learned parameters that are there while patched."""
+    hooks: Sequence[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
+    """(module, hook): called with (module, args, kwargs) before the module's forward while patched."""
     tokenizer: Any = None
     _tokenizer_lengths: tuple[int, int] = field(default=(0, 0), init=False)
     _planned: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _handles: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._planned = [dict(new.__dict__) for _, new in self.configs]
@@ -87,6 +90,9 @@ class Patch:
             module.__dict__[name] = value  # past nn.Module, which would make a submodule of it
         for parent, name, module in self.additions:
             parent.add_module(name, _beside(parent, module))
+        self._handles = [
+            module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True) for module, hook in self.hooks
+        ]
         _replace_configs(root, {id(old): new for old, new in self.configs})
         setattr(self.model, ATTRIBUTE, self)
         if self.tokenizer is not None:
@@ -105,6 +111,8 @@ class Patch:
         self.additions = [(parent, name, parent.get_submodule(name)) for parent, name, _ in self.additions]
         for parent, name, _ in self.additions:
             delattr(parent, name)
+        for handle in self._handles:
+            handle.remove()
         self._keep_edits()
         _replace_configs(root, {id(new): old for old, new in self.configs})
         delattr(self.model, ATTRIBUTE)

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from rope_ext.attention import NAME, Layout, attend
+from rope_ext.attention import NAME, Kept, Layout, attend
 from rope_ext.attention.computing import attend_with_weights
+from rope_ext.attention.registered import applied
 from rope_ext.checkpoint import PATCHED_ENTRIES
 from rope_ext.config import FineTuning, Method
-from rope_ext.encodings.bias import BiasMethod
+from rope_ext.encodings.bias import Bias, BiasMethod
+from rope_ext.encodings.embedding import EmbeddingMethod
+from rope_ext.encodings.qk import Dynamic, QkMethod
+from rope_ext.encodings.raw import Encoder, Host, RawMethod, rotation, turned_by
 from rope_ext.encodings.rotary import Rotary, RotaryMethod
+from rope_ext.encodings.scores import ZonedMethod
 from rope_ext.registry import find_method
 
 from .base import Adapter, Channels, Patch, State, Swap, copy_configs
-from .position_bias import BiasSource, PositionBias, attention_note, place_in
+from .positions import (
+    AddVectors,
+    Positions,
+    Source,
+    VectorPositions,
+    additions,
+    attention_note,
+    raw_form,
+    with_scale,
+)
 from .rope_config import UNSTOCKABLE
-from .rotary import checked_table
+from .rotary import SEAMS, checked_table
 
 PLUGIN_NEEDED = {"experts_implementation": UNSTOCKABLE, "quantization_config": {"quant_method": UNSTOCKABLE}}
 """Entries of a config that stock transformers would load without its encoding, silently. It checks the first for every
@@ -41,21 +55,19 @@ class Rotation:
     def __call__(self, query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Turn q and k of shape (batch, heads, length, d); channel pairs are (i, i + d/2)."""
         positions = layout.key_positions(query.device)[:, layout.offset : layout.offset + query.shape[2]]
-        angles = positions[:, None, :, None].float() * self.frequencies.to(query.device)
-        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
-        return _turn(query, cos, sin), _turn(key, cos, sin)
+        factors = rotation(positions, self.frequencies, self.scaling)
+        return turned_by(query, *factors), turned_by(key, *factors)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+EncodingSource = Callable[[bool], Bias | Encoder | Kept]
+"""Called with whether the host is a decoder, gives what one layer's attention needs."""
 
 
 class HostedAttention(nn.Module):
     """Stands in for an attention module and has its children, so that parameters keep their names.
 
     Attributes:
-        bias: gives the bias, or None.
+        source: gives the encoding that attention computes, or None.
         rotation: turns q and k, or None.
     """
 
@@ -69,18 +81,19 @@ class HostedAttention(nn.Module):
         self.__dict__.update({name: value for name, value in original.__dict__.items() if not name.startswith("_")})
         for name, child in original.named_children():
             self.add_module(name, child)
-        self.bias: BiasSource | None = None
+        self.source: EncodingSource | None = None
         self.rotation = rotation
 
     def core(
         self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, dropout: float, weigh: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(output (batch, q_length, heads * head_dim), weights if asked for); keys come turned, from the cache."""
-        bias = self.bias(getattr(self, "is_decoder", True)) if self.bias is not None else None
+        given = self.source(getattr(self, "is_decoder", True)) if self.source is not None else None
+        layout, method = applied(given, layout)
         if weigh:
-            output, seen = attend_with_weights(query, key, value, layout, bias, scale, dropout)
+            output, seen = attend_with_weights(query, key, value, layout, method, scale, dropout)
         else:
-            output, seen = attend(query, key, value, layout, bias, scale, dropout), None
+            output, seen = attend(query, key, value, layout, method, scale, dropout), None
         return output.transpose(1, 2).flatten(2), seen
 
 
@@ -111,9 +124,9 @@ class Stack:
 
 
 class HostedAdapter(Adapter):
-    """Hosts the bias and the rotary seam by replacing attention modules; an architecture says where they are."""
+    """Hosts every seam by replacing attention modules; an architecture says where they are."""
 
-    seams = frozenset({"bias", "rotary"})
+    seams = SEAMS
     native: ClassVar[type[BiasMethod]]
     """The method that its checkpoints were trained with."""
     stand_in: ClassVar[type[HostedAttention]]
@@ -141,15 +154,31 @@ class HostedAdapter(Adapter):
         """The config entries under which stock transformers computes this variant of the native method, or None."""
         return None if any(name in encoding.options() for name in ("factor", "interpolate")) else {}
 
-    def native_biases(self, encoding: BiasMethod, attentions: list[HostedAttention]) -> list[BiasSource] | None:
+    def native_biases(self, encoding: BiasMethod, attentions: list[HostedAttention]) -> list[EncodingSource] | None:
         """Where the checkpoint itself has the bias's parameters: what gives the bias of each of these modules."""
         return None
 
+    def refusal(self, method: type[Method]) -> str | None:
+        if getattr(method, "causal_only", False):
+            attentions = [place.module for stack in self.stacks() for place in stack.places if place.is_self]
+            if not all(getattr(attention, "is_decoder", True) for attention in attentions):
+                kind = self.model.config.model_type
+                return f"{kind}: {method.name} is defined for decoders, and its encoder reads both ways"
+        return super().refusal(method)
+
     def plan(self, encoding: Method) -> Patch:
         length = self._trained_length(encoding)
+        if isinstance(encoding, Dynamic) and not encoding.exact:
+            raise ValueError(
+                "dynamic: option `exact`=False needs a rotary module, which this model has not; leave it out."
+            )
+        if isinstance(encoding, EmbeddingMethod):
+            encoding = with_scale(encoding, self.model)
         rotation = self._rotation(encoding, length)
-        swaps, additions = self._replacements(encoding, rotation)
-        entries = self.native_entries(encoding) if isinstance(encoding, self.native) else None
+        swaps, added, hooks = self._replacements(encoding, rotation, length)
+        entries = (
+            self.native_entries(encoding) if isinstance(encoding, self.native) and encoding.window is None else None
+        )
         usable = round(length * encoding.extension)  # type: ignore[attr-defined]
         written: dict[str, Any] = {**(entries or {}), "_attn_implementation": NAME}
         if hasattr(self.model.config, self.length_name) and usable != length:
@@ -174,32 +203,51 @@ class HostedAdapter(Adapter):
             fine_tuning=self._fine_tuning(encoding),
             stock=encoding.name if entries is not None else "",
             notes=self._notes(),
-            attention=attention_note(encoding if isinstance(encoding, BiasMethod) else None, self.model, True),
+            attention=attention_note(encoding, self.model, True),
         )
-        return Patch(self.model, encoding, state, swaps, configs, additions=additions)
+        return Patch(self.model, encoding, state, swaps, configs, additions=added, hooks=hooks)
 
     def _replacements(
-        self, encoding: Method, rotation: Rotation | None
-    ) -> tuple[list[Swap], list[tuple[nn.Module, str, nn.Module]]]:
-        """(modules in place of the model's, modules that are added for what the bias learns)."""
+        self, encoding: Method, rotation: Rotation | None, length: int
+    ) -> tuple[list[Swap], list[tuple[nn.Module, str, nn.Module]], list[tuple[nn.Module, Any]]]:
+        """(modules in place of the model's, modules that are added for what is learned, hooks before a first layer)."""
         swaps = self.other_swaps()
-        additions: list[tuple[nn.Module, str, nn.Module]] = []
+        added: list[tuple[nn.Module, str, nn.Module]] = []
+        hooks: list[tuple[nn.Module, Any]] = []
         for stack in self.stacks():
             made = [self.stand_in(place.module, rotation if place.is_self else None) for place in stack.places]
             pairs = list(zip(stack.places, made, strict=True))
             swaps += [Swap(place.parent, place.name, place.module, new, hand_back) for place, new in pairs]
-            if not isinstance(encoding, BiasMethod):
-                continue
             own = [new for place, new in pairs if place.is_self]
+            like, host = next(own[0].parameters()), self._host(length, len(own))
+            if isinstance(encoding, EmbeddingMethod):
+                module: Positions = VectorPositions(encoding, host, like)
+                added += additions(stack.root, module)
+                hooks.append((self.first_layer(stack), AddVectors(stack.root, module)))
+                continue
+            form = raw_form(encoding)
             sources = self.native_biases(encoding, own) if isinstance(encoding, self.native) else None
-            if sources is None:
-                shared = PositionBias(encoding, int(self.model.config.num_attention_heads), next(own[0].parameters()))
-                source, added = place_in(stack.root, shared)
-                sources = [source] * len(own)
-                additions += added
-            for stand_in, source in zip(own, sources, strict=True):
-                stand_in.__dict__["bias"] = source  # past nn.Module: the bias has its place in the tree already
-        return swaps, additions
+            if isinstance(form, Kept):
+                sources = [form] * len(own) if form.method.window is not None else []
+            elif sources is None:
+                if isinstance(form, RawMethod):
+                    form.check(host)
+                module = Positions(form, host, like)
+                added += additions(stack.root, module)
+                sources = [Source(stack.root, module, layer) for layer in range(len(own))]
+            for stand_in, source in zip(own, sources):  # noqa: B905 - a rotation without a pattern has no sources
+                stand_in.__dict__["source"] = source  # past nn.Module: what it holds has its place in the tree already
+        return swaps, added, hooks
+
+    def first_layer(self, stack: Stack) -> nn.Module:
+        """The module whose input is the token embeddings."""
+        return self.model.base_model.get_submodule(f"{self.blocks}.0")
+
+    def _host(self, length: int, layers: int) -> Host:
+        config = self.model.config
+        heads, width = int(config.num_attention_heads), int(config.hidden_size)
+        head_dim = int(getattr(config, "d_kv", None) or width // heads)
+        return Host(Rotary(head_dim, BASE, length), layers, heads, head_dim, width)
 
     def state(self) -> State:
         length = self._trained_length(None)
@@ -218,13 +266,14 @@ class HostedAdapter(Adapter):
         )
 
     def _rotation(self, encoding: Method, length: int) -> Rotation | None:
-        if not isinstance(encoding, RotaryMethod):
+        if not isinstance(encoding, (RotaryMethod, QkMethod, ZonedMethod)):
             return None
-        config = self.model.config
-        dim = int(getattr(config, "d_kv", None) or config.hidden_size // config.num_attention_heads)
-        if dim % 2 or dim < 4:
-            raise ValueError(f"{config.model_type}: heads of {dim} channels cannot be rotated in pairs.")
-        frequencies, scaling = checked_table(encoding, Rotary(dim, BASE, length))
+        rotary, kind = self._host(length, 1).rotary, self.model.config.model_type
+        if rotary.dim % 2 or rotary.dim < 4:
+            raise ValueError(f"{kind}: heads of {rotary.dim} channels cannot be rotated in pairs.")
+        if not isinstance(encoding, RotaryMethod) or not isinstance(raw_form(encoding), Kept):
+            return None  # attention turns raw keys
+        frequencies, scaling = checked_table(encoding, rotary)
         return Rotation(frequencies, scaling) if frequencies.any() else None
 
     def _fine_tuning(self, encoding: Method) -> FineTuning:

@@ -1,10 +1,10 @@
 """Mistral, Mistral-Nemo and derivatives, with or without a sliding window."""
 
-from .rotary import RotaryAdapter
+from .rotary import SEAMS, RotaryAdapter
 
 
 class MistralAdapter(RotaryAdapter):
     """As Llama; Nemo has its own ``head_dim``, 7B v0.1 a sliding window."""
 
     model_types = ("mistral",)
-    seams = frozenset({"rotary", "bias"})
+    seams = SEAMS

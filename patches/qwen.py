@@ -1,10 +1,10 @@
 """Qwen2, Qwen2.5, Qwen3 and their mixtures of experts."""
 
-from .rotary import RotaryAdapter
+from .rotary import SEAMS, RotaryAdapter
 
 
 class QwenAdapter(RotaryAdapter):
     """As Llama; Qwen3 has its own ``head_dim`` and normalises q and k before they are rotated."""
 
     model_types = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-    seams = frozenset({"rotary", "bias"})
+    seams = SEAMS

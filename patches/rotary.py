@@ -8,23 +8,52 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from rope_ext.attention import NAME
-from rope_ext.attention.registered import BIAS
+from rope_ext.attention import NAME, Kept
+from rope_ext.attention.registered import SOURCE
 from rope_ext.config import Method
 from rope_ext.encodings.bias import BiasMethod
+from rope_ext.encodings.embedding import EmbeddingMethod
+from rope_ext.encodings.qk import Dynamic, Turning
+from rope_ext.encodings.raw import Host, RawMethod
 from rope_ext.encodings.rotary import Rotary, RotaryMethod, schedule
 from rope_ext.registry import METHODS
 
 from .base import Adapter, Channels, Patch, State, Swap, copy_configs
-from .position_bias import MutedRotary, PositionBias, attention_modules, attention_note, heads_of, place_in
+from .positions import (
+    AddVectors,
+    GuardedRotary,
+    Positions,
+    Source,
+    VectorPositions,
+    additions,
+    attention_modules,
+    attention_note,
+    raw_form,
+    with_scale,
+)
 from .rope_config import SLIDING, UNSTOCKABLE, CheckpointRope, expressions, text_config, write_patch
-from .rotary_module import PatchedRotary, Tables, build, build_as_stock, hand_back, holds, set_table, table_of
+from .rotary_module import (
+    GrowingRotary,
+    PatchedRotary,
+    Tables,
+    build,
+    build_as_stock,
+    hand_back,
+    holds,
+    set_table,
+    table_of,
+)
+
+SEAMS = frozenset({"rotary", "qk", "bias", "scores", "embedding"})
+"""Every seam: what an architecture hosts whose attention goes through transformers' attention interface."""
 
 
 class Found(NamedTuple):
@@ -51,10 +80,16 @@ class RotaryAdapter(Adapter):
         return reason
 
     def plan(self, encoding: Method) -> Patch:
-        if isinstance(encoding, BiasMethod):
-            return self._plan_bias(encoding)
-        if not isinstance(encoding, RotaryMethod):
-            raise TypeError(f"{encoding.name} is in the rotary seam but not derived from RotaryMethod.")
+        if isinstance(encoding, Dynamic) and not encoding.exact and encoding.window is None:
+            return self._plan_dynamic_as_stock(encoding)
+        if isinstance(encoding, RotaryMethod) and encoding.window is None:
+            return self._plan_rotary(encoding)
+        if isinstance(encoding, EmbeddingMethod):
+            return self._plan_embedding(encoding)
+        return self._plan_attention(encoding)
+
+    def _plan_rotary(self, encoding: RotaryMethod) -> Patch:
+        """The rotary modules turn otherwise; nothing else changes."""
         modules = self._modules()
         rope = CheckpointRope(self.model.config)
         trained = self._trained(rope, encoding.original_max_position_embeddings)
@@ -73,51 +108,118 @@ class RotaryAdapter(Adapter):
         configs, top = self._configs(encoding, rope, parameters, usable, length)
         built_from = None if stock else rope.config()
         swaps = [self._swap(found, text_config(top), tables, built_from) for found in modules]
-        state = State(
+        state = self._state_of(encoding, rope, trained, usable, tables, stock=stock)
+        return Patch(self.model, encoding, state, swaps, configs)
+
+    def _plan_dynamic_as_stock(self, encoding: Dynamic) -> Patch:
+        """A table for each call, from its last position; cached keys keep theirs."""
+        modules, rope = self._modules(), CheckpointRope(self.model.config)
+        trained = self._trained(rope, encoding.original_max_position_embeddings)
+        length = next(iter(trained.values())).trained_length
+        if None not in trained:
+            raise ValueError("dynamic: option `exact`=False needs one rotary table for all layers; leave it out.")
+        parameters = rope.with_sections({None: encoding.native(trained[None]) or {}})
+        # stock reads L0 from max_position_embeddings
+        configs, top = self._configs(encoding, rope, parameters, length, length)
+        tables = {key: encoding.table(rotary, length) for key, rotary in trained.items()}
+        grown = partial(GrowingRotary, table=partial(encoding.table, trained[None]), trained_length=length)
+        swaps = [self._swap(found, text_config(top), tables, None, grown) for found in modules]
+        usable = round(length * encoding.extension)
+        at_usable = {key: encoding.table(rotary, usable) for key, rotary in trained.items()}
+        state = self._state_of(encoding, rope, trained, usable, at_usable, stock="dynamic")
+        return Patch(self.model, encoding, state, swaps, configs)
+
+    def _plan_attention(self, encoding: Method) -> Patch:
+        """Attention is computed by rope_ext; what the rotary modules are left to turn follows from the method."""
+        if "bias" not in self.seams:
+            raise ValueError(
+                f"{self.model.config.model_type}: {encoding.name} with these options needs attention computed by "
+                "rope_ext, which this architecture does not host; only rotary methods without a pattern."
+            )
+        rope, modules = CheckpointRope(self.model.config), self._modules()
+        assert isinstance(encoding, (RotaryMethod, BiasMethod, RawMethod))
+        trained = self._trained(rope, encoding.original_max_position_embeddings)
+        (rotary,) = trained.values()
+        usable = round(rotary.trained_length * encoding.extension)
+        text = text_config(self.model.config)
+        slides = getattr(text, "sliding_window", None)
+        if (encoding.sinks or encoding.global_tokens) and slides and getattr(text, "use_sliding_window", True):
+            raise ValueError(
+                f"{encoding.name}: options `sinks` and `global_tokens` keep keys that this checkpoint's own sliding "
+                f"window ({text.sliding_window} tokens) lets go; load it with sliding_window=None, or leave them out."
+            )
+        form, host = raw_form(encoding), self._host(rotary)
+        if isinstance(form, RawMethod):
+            form.check(host)
+        tables: Tables = still(trained)
+        channels: Tables = {}
+        if isinstance(encoding, RotaryMethod):
+            channels = {None: checked_table(encoding, rotary)}
+            tables = channels if isinstance(form, Kept) else tables
+        elif isinstance(encoding, Turning):
+            last = encoding.stages(torch.tensor([[usable - 1]]), host)
+            channels = {None: encoding.table(rotary, int(last))}
+
+        parameters = rope.with_sections({key: {"rope_type": UNSTOCKABLE} for key in trained})
+        configs, top = self._configs(encoding, rope, parameters, usable, rotary.trained_length)
+        for _, new in configs:
+            new._attn_implementation = NAME
+        swaps = [self._swap(found, text_config(top), tables, rope.config(), GuardedRotary) for found in modules]
+        attentions = attention_modules(self.model)
+        added: list[tuple[nn.Module, str, nn.Module]] = []
+        if isinstance(form, Kept):
+            sources: list[Any] = [form] * len(attentions)
+        else:
+            root, module = self.model.base_model, Positions(form, host, next(attentions[0].parameters()))
+            added = additions(root, module)
+            sources = [Source(root, module, layer) for layer in range(len(attentions))]
+        note = attention_note(encoding, self.model, causal=True)
+        state = self._state_of(encoding, rope, trained, usable, channels, attention=note)
+        attributes = [(module, SOURCE, source) for module, source in zip(attentions, sources, strict=True)]
+        return Patch(self.model, encoding, state, swaps, configs, attributes, added)
+
+    def _plan_embedding(self, encoding: EmbeddingMethod) -> Patch:
+        """The rotary modules turn nothing; vectors are added to what the first layer reads."""
+        rope, modules = CheckpointRope(self.model.config), self._modules()
+        trained = self._trained(rope, encoding.original_max_position_embeddings)
+        rotary, first = next(iter(trained.values())), first_layer(self.model)
+        encoding = with_scale(encoding, self.model)
+        parameters = rope.with_sections({key: {"rope_type": UNSTOCKABLE} for key in trained})
+        usable = rotary.trained_length
+        configs, top = self._configs(encoding, rope, parameters, usable, usable)
+        swaps = [self._swap(found, text_config(top), still(trained), rope.config()) for found in modules]
+        root, like = self.model.base_model, next(first.parameters())
+        module = VectorPositions(encoding, self._host(rotary), like)
+        state = self._state_of(encoding, rope, trained, usable, {})
+        hooks = [(first, AddVectors(root, module))]
+        return Patch(self.model, encoding, state, swaps, configs, additions=additions(root, module), hooks=hooks)
+
+    def _host(self, rotary: Rotary) -> Host:
+        text = text_config(self.model.config)
+        heads, layers = int(text.num_attention_heads), int(text.num_hidden_layers)
+        head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+        return Host(rotary, layers, heads, head_dim, int(text.hidden_size))
+
+    def _state_of(
+        self,
+        encoding: Any,
+        rope: CheckpointRope,
+        trained: dict[str | None, Rotary],
+        usable: int,
+        tables: Tables,
+        stock: str = "",
+        attention: str = "",
+    ) -> State:
+        return State(
             method=encoding.name,
-            trained_length=length,
+            trained_length=next(iter(trained.values())).trained_length,
             usable_length=usable,
-            attention_scaling=next(iter(tables.values()))[1],
-            channels=_channels(trained, tables),
+            attention_scaling=next((factor for _, factor in tables.values()), 1.0),
+            channels=_channels({key: rotary for key, rotary in trained.items() if key in tables}, tables),
             fine_tuning=encoding.fine_tuning,
             stock=stock,
             notes=_notes(rope),
-        )
-        return Patch(self.model, encoding, state, swaps, configs)
-
-    def _plan_bias(self, encoding: BiasMethod) -> Patch:
-        """The rotary modules turn nothing, and attention is computed by rope_ext."""
-        rope, modules = CheckpointRope(self.model.config), self._modules()
-        trained = self._trained(rope, encoding.original_max_position_embeddings)
-        length = next(iter(trained.values())).trained_length
-        usable = round(length * encoding.extension)
-        still: Tables = {key: (torch.zeros(rotary.dim // 2), 1.0) for key, rotary in trained.items()}
-        parameters = rope.with_sections({key: {"rope_type": UNSTOCKABLE} for key in trained})
-        configs, top = self._configs(encoding, rope, parameters, usable, length)
-        for _, new in configs:
-            new._attn_implementation = NAME
-        swaps = [self._swap(found, text_config(top), still, rope.config(), MutedRotary) for found in modules]
-        attentions = attention_modules(self.model)
-        bias = PositionBias(encoding, heads_of(rope.text), next(attentions[0].parameters()))
-        source, additions = place_in(self.model.base_model, bias)
-        return Patch(
-            self.model,
-            encoding,
-            State(
-                method=encoding.name,
-                trained_length=length,
-                usable_length=usable,
-                attention_scaling=1.0,
-                channels=(),
-                fine_tuning=encoding.fine_tuning,
-                stock="",
-                notes=_notes(rope),
-                attention=attention_note(encoding, self.model, causal=True),
-            ),
-            swaps,
-            configs,
-            attributes=[(module, BIAS, source) for module in attentions],
-            additions=additions,
+            attention=attention,
         )
 
     def _configs(
@@ -138,7 +240,7 @@ class RotaryAdapter(Adapter):
         config: PreTrainedConfig,
         tables: Tables,
         built_from: PreTrainedConfig | None,
-        kind: type[PatchedRotary] = PatchedRotary,
+        kind: Callable[[nn.Module], PatchedRotary] = PatchedRotary,
     ) -> Swap:
         """A patched module for one of the model's; ``built_from`` is given where the patched config cannot be built."""
         host = build(type(found.module), built_from or config)
@@ -246,6 +348,22 @@ def checked_table(encoding: RotaryMethod, rotary: Rotary) -> tuple[Tensor, float
     if not (math.isfinite(scaling) and scaling > 0):
         raise ValueError(f"{encoding.name}.attention_scaling must return a finite number > 0, got {scaling!r}.")
     return frequencies.detach().to(device="cpu", dtype=torch.float32), scaling
+
+
+def still(trained: dict[str | None, Rotary]) -> Tables:
+    """Tables that turn nothing."""
+    return {key: (torch.zeros(rotary.dim // 2), 1.0) for key, rotary in trained.items()}
+
+
+def first_layer(model: PreTrainedModel) -> nn.Module:
+    """The first decoder layer, checked for being told the positions."""
+    layers = getattr(model.base_model, "layers", None)
+    told = inspect.signature(type(layers[0]).forward).parameters if isinstance(layers, nn.ModuleList) else {}
+    if not isinstance(layers, nn.ModuleList) or "position_ids" not in told:
+        raise ValueError(
+            f"{model.config.model_type}: its layers are not called with position_ids, so nothing can be added there."
+        )
+    return layers[0]
 
 
 def _channels(trained: dict[str | None, Rotary], tables: Tables) -> tuple[Channels, ...]:

@@ -65,11 +65,27 @@ class PatchedRotary(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         if self._layout is None:
             return self._host[0](x, position_ids=position_ids, **({"layer_type": layer_type} if layer_type else {}))
-        frequencies, scaling = table_of(self, layer_type)
+        return self._laid_out(x, position_ids, *table_of(self, layer_type))
+
+    def _laid_out(self, x: Tensor, position_ids: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         # elementwise: a matmul here would be rounded by autocast and by set_float32_matmul_precision
-        angles = LAYOUTS[self._layout](position_ids[..., None].float() * frequencies.to(x.device))
+        angles = LAYOUTS[str(self._layout)](position_ids[..., None].float() * frequencies.to(x.device))
         dtype = self._output_dtype or x.dtype
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+class GrowingRotary(PatchedRotary):
+    """A table for each call, as stock ``dynamic`` scaling has it, but a function of the call alone."""
+
+    def __init__(self, host: nn.Module, table: Callable[[int], tuple[Tensor, float]], trained_length: int) -> None:
+        super().__init__(host)
+        self._table, self._trained_length = table, trained_length
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        if self._layout is None:
+            raise ValueError("dynamic: option `exact`=False is not supported by this rotary module; leave it out.")
+        frequencies, scaling = self._table(max(self._trained_length, int(position_ids.max()) + 1))
+        return self._laid_out(x, position_ids, frequencies, scaling)
 
 
 def hand_back(original: nn.Module, stand_in: nn.Module) -> None:

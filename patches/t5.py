@@ -12,8 +12,7 @@ from transformers import EncoderDecoderCache
 from rope_ext.attention.registered import as_layout
 from rope_ext.encodings.bias import Bias, BiasMethod, T5Bias
 
-from .hosted import HostedAdapter, HostedAttention, Place, Stack
-from .position_bias import BiasSource
+from .hosted import EncodingSource, HostedAdapter, HostedAttention, Place, Stack
 
 
 class CheckpointTable:
@@ -121,13 +120,17 @@ class T5Adapter(HostedAdapter):
             stacks.append(Stack(root, places))
         return stacks
 
+    def first_layer(self, stack: Stack) -> nn.Module:
+        block: nn.Module = stack.root.get_submodule("block.0")
+        return block
+
     def native_entries(self, encoding: BiasMethod) -> dict[str, Any] | None:
         method = self._effective(encoding)
         if method.interpolate and method.factor != 1:
             return None
         return {"relative_attention_max_distance": round((method.max_distance or 128) * method.factor)}
 
-    def native_biases(self, encoding: BiasMethod, attentions: list[HostedAttention]) -> list[BiasSource]:
+    def native_biases(self, encoding: BiasMethod, attentions: list[HostedAttention]) -> list[EncodingSource]:
         method, heads = self._effective(encoding), int(self.model.config.num_attention_heads)
         first = attentions[0]
         return [

@@ -142,7 +142,7 @@ def with_lora(model: Any, settings: Settings) -> Any:
 
     attentions = [module for module in model.modules() if "Attention" in type(module).__name__]
     targets = {name for module in attentions for name, child in module.named_children() if isinstance(child, nn.Linear)}
-    whole = {"position_bias"} & {name.split(".")[-1] for name, _ in model.named_modules()}
+    whole = {"position_encoding"} & {name.split(".")[-1] for name, _ in model.named_modules()}
     if settings.train_embeddings:
         whole |= {name.split(".")[-1] for name, child in model.named_modules() if child is model.get_input_embeddings()}
     if settings.train_norms:

@@ -36,7 +36,7 @@ PATCHED_ENTRIES = ("rope_parameters", "max_position_embeddings", "original_max_p
 
 ADAPTER_CONFIG = "adapter_config.json"
 
-LEARNED = "position_bias."
+LEARNED = "position_encoding."
 """Part of the name of every parameter that an encoding learns."""
 
 
@@ -55,7 +55,7 @@ def load_patched(path: str | Path, model_class: type[PreTrainedModel] | None = N
     config = AutoConfig.from_pretrained(path, **where)
     encoding = take_record(config, str(path))
     named = named_class(config)
-    learned = _learned_tensors(path, where) if getattr(encoding, "parameters", lambda heads: {})(1) else {}
+    learned = _learned_tensors(path, where) if encoding.learns else {}
     with _quiet_about(learned):
         model: PreTrainedModel = (model_class or named).from_pretrained(path, config=config, **kwargs)
     patch_model(model, encoding)

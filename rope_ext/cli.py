@@ -16,6 +16,7 @@ from rich.table import Table
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
+from rope_ext import conformance
 from rope_ext.api import describe, methods, patch_model
 from rope_ext.checkpoint import export, take_record
 from rope_ext.config import Method
@@ -27,7 +28,7 @@ from rope_ext.evals.results import Results, labels, shown, tokens_of
 from rope_ext.evals.runner import Task, comparable, run
 from rope_ext.evals.sweeping import setups, summary_table, sweep, under
 from rope_ext.models import SMOLLM2, build_empty, load, smollm2
-from rope_ext.registry import find_method
+from rope_ext.registry import METHODS, find_method
 
 console = Console()
 
@@ -81,6 +82,30 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.plot:
         plots.save(plots.frequency_plot(descriptions), options.plot)
         console.print(f"wrote {options.plot}")
+
+
+def _methods(options: argparse.Namespace) -> None:
+    if not options.matrix:
+        table = Table("method", "seam", "formula", "fine-tuning", "source")
+        for name, info in methods().items():
+            table.add_row(name, info.seam, info.formula, info.fine_tuning, info.source)
+        console.print(table)
+        return
+    names = options.methods or list(METHODS)
+    for name in names:
+        find_method(name)
+    architectures = options.architectures or list(conformance.ARCHITECTURES)
+    cells = []
+    for cell in conformance.matrix(architectures, names):
+        cells.append(cell)
+        print(f"{cell.architecture} {cell.method}: {cell}", file=sys.stderr)
+    text = conformance.as_markdown(cells)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+    failed = [f"{cell.method} on {cell.architecture}: {cell.failed[0]}" for cell in cells if cell.failed]
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(cells)} pairs failed; the first: {failed[0]}")
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -223,6 +248,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("model", metavar="MODEL", help=f"folder, Hub id, or {SMOLLM2}; weights are not loaded")
     inspect.add_argument("--length", type=int, help="tokens at which channels are judged; default: the usable length")
     inspect.add_argument("--plot", type=Path, metavar="PNG", help="draw the wavelength of each channel pair")
+
+    lister = _command(commands, "methods", _methods, "the methods there are; on which architectures they run")
+    lister.add_argument("--matrix", action="store_true", help="run every method on every architecture; takes minutes")
+    lister.add_argument("--methods", type=evaluations.names, help="a,b,c; default: all")
+    lister.add_argument("--architectures", type=evaluations.names, help=", ".join(conformance.ARCHITECTURES))
+    lister.add_argument("--out", type=Path, metavar="MD", help="write the matrix to a Markdown file")
 
     kinds = evaluations.kinds()
     evaluate: Any = commands.add_parser("eval", help="one long-context task, or all", description="Long-context tasks.")

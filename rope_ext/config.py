@@ -1,7 +1,7 @@
 """The options of a method: one frozen dataclass per method, checked when it is made, stored in ``config.json``.
 
 A method declares its options as fields made with :func:`number`, :func:`integer`, :func:`flag`,
-:func:`choice` or :func:`numbers`.
+:func:`choice`, :func:`numbers` or :func:`integers`.
 Every value is checked and normalised on construction, so an encoding that exists is valid.
 """
 
@@ -60,6 +60,11 @@ class Method:
             if spec.default is MISSING and name not in options:
                 raise ValueError(f"{cls.name}: option `{name}` is required, for example `{name}=4`.")
         return cls(**options)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the encoding has parameters of its own."""
+        return False
 
     def options(self) -> dict[str, Any]:
         """The options that differ from their defaults, as plain JSON values."""
@@ -144,6 +149,22 @@ def numbers(default: Any = MISSING) -> Any:
     return _option(default, check)
 
 
+def integers(default: Any = MISSING) -> Any:
+    """An option that takes a list of whole numbers >= 0; kept as a tuple, in order."""
+
+    def check(label: str, value: Any) -> tuple[int, ...]:
+        if not isinstance(value, (list, tuple)) or not value:
+            raise TypeError(f"{label} must be a list of whole numbers, got {value!r}.")
+        for item in value:
+            if isinstance(item, bool) or not isinstance(item, Integral):
+                raise TypeError(f"{label} must hold whole numbers only, got {item!r}.")
+            if int(item) < 0:
+                raise ValueError(f"{label} must hold numbers >= 0 only, got {item!r}.")
+        return tuple(sorted({int(item) for item in value}))
+
+    return _option(default, check)
+
+
 def _finite(value: Any) -> float | None:
     try:
         converted = float(value)
@@ -154,3 +175,41 @@ def _finite(value: Any) -> float | None:
 
 def _option(default: Any, check: Callable[[str, Any], Any]) -> Any:
     return field(default=default, metadata={"check": check})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patterned(Method):
+    """A method that comes into attention pair by pair, so that pairs can be left out: a sparsity pattern.
+
+    A query sees the last ``window`` keys up to itself, the first ``sinks`` keys, and ``global_tokens``, which see every
+    key in turn. Sinks that have fallen out of the window are scored as from the position min(m, window + sinks - 1): as
+    if positions were counted among the kept keys, so that no distance grows beyond that.
+
+    Sources: Beltagy et al. 2020, arXiv:2004.05150 (window, global tokens); Xiao et al. 2023, arXiv:2309.17453 (sinks);
+    Han et al. 2023, arXiv:2308.16137 (the capped distance).
+    """
+
+    window: int | None = integer(None)
+    """In tokens; the query's own is one of them. In encoders, as many on either side."""
+    sinks: int = integer(0, at_least=0)
+    """How many of the first keys of a text stay visible."""
+    global_tokens: tuple[int, ...] | None = integers(None)
+    """Positions that see everything and are seen by every query (in a decoder: after them)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("sinks", "global_tokens"):
+            if getattr(self, name) and self.window is None:
+                raise ValueError(
+                    f"{self.name}: option `{name}`={getattr(self, name)!r} keeps keys outside a window; "
+                    "give `window` as well."
+                )
+
+    def reach(self, positions: Any) -> Any:
+        """How far back queries at these positions see, in tokens: their positions, but for a window."""
+        return positions if self.window is None else positions.clamp(max=self.window + self.sinks - 1)
+
+    @property
+    def pattern(self) -> tuple[int | None, int, tuple[int, ...]]:
+        """(window, sinks, global tokens)."""
+        return self.window, self.sinks, self.global_tokens or ()

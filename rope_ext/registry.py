@@ -11,14 +11,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rope_ext.config import Method
-from rope_ext.encodings import bias, rotary
+from rope_ext.encodings import bias, embedding, qk, rotary, scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext.patches.base import Adapter
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (*rotary.METHODS, *bias.METHODS)}
+METHODS: dict[str, type[Method]] = {
+    method.name: method for seam in (rotary, qk, bias, scores, embedding) for method in seam.METHODS
+}
 
 ADAPTERS: dict[str, str | type[Adapter]] = {
     "bloom": "rope_ext.patches.bloom:BloomAdapter",

@@ -90,8 +90,23 @@ OPTIONS = {
     "kerple": {},
     "fire": {"threshold": 32},
     "sandwich": {},
+    "dynamic": {"factor": 4, "step": 7},
+    "dynamic_yarn": {"beta_fast": 8, "step": 5},
+    "dynamic_longrope": {"factor": 4},
+    "xpos": {"scale_base": 32},
+    "comay": {},
+    "self_extend": {"group_size": 3, "neighbor_window": 20},
+    "rerope": {"neighbor_window": 20, "log_scale": True},
+    "leaky_rerope": {"neighbor_window": 20, "leak": 3},
+    "dca": {"chunk_size": 24, "local_window": 5},
+    "shaw": {"max_distance": 8, "value_vectors": True},
+    "transformer_xl": {"dim": 32},
+    "cope": {"max_positions": 12},
+    "sinusoidal": {},
+    "learned": {"max_positions": 600},
+    "fourier": {},
 }
-"""Options for every method; longrope's list depends on the model, see ``options``."""
+"""Options for every method; longrope's lists depend on the model, see ``options``."""
 
 
 STOCK = {
@@ -130,12 +145,14 @@ def build(family: str, seed: int = 0, **changes):
 
 def rotary_dim(model) -> int:
     tables = [table for name, table in model.named_buffers() if name.endswith("inv_freq")]
-    return 2 * tables[0].numel()
+    config = model.config  # hosts without a rotary module turn whole heads
+    own = getattr(config, "d_kv", None) or config.hidden_size // config.num_attention_heads
+    return 2 * tables[0].numel() if tables else own
 
 
 def options(method: str, model) -> dict:
     extra = {}
-    if method == "longrope":
+    if "longrope" in method:
         pairs = rotary_dim(model) // 2
         extra = {"long_factor": [1 + 3 * i / pairs for i in range(pairs)]}
     return {**OPTIONS[method], **extra}

@@ -27,7 +27,7 @@ def make(method):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float32)
     patch_model(model, method, **({"factor": 4} if method == "yarn" else {}))
-    learned = ["position_bias"] if method == "kerple" else None
+    learned = ["position_encoding"] if method == "kerple" else None
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=learned)
     return Loss(get_peft_model(model, lora)).train()
 

@@ -113,10 +113,14 @@ def wide(key, value):
     return key.repeat_interleave(HEADS // KV_HEADS, 1), value.repeat_interleave(HEADS // KV_HEADS, 1)
 
 
+def in_blocks(q, k, v, where, bias):
+    return blockwise.attend(q, (k,), v, where, bias, SCALE, 0.0)
+
+
 WAYS = {
     "chosen": lambda q, k, v, where, bias: computing.attend(q, k, v, where, bias, SCALE),
     "toeplitz": lambda q, k, v, where, bias: toeplitz.attend(q, *wide(k, v), where, bias, SCALE),
-    "blockwise": lambda q, k, v, where, bias: blockwise.attend(q, *wide(k, v), where, bias, SCALE, 0.0),
+    "blockwise": lambda q, k, v, where, bias: in_blocks(q, *wide(k, v), where, bias),
     "folded": lambda q, k, v, where, bias: cuda.folded(q, *wide(k, v), where, bias, SCALE),
     "flex": lambda q, k, v, where, bias: cuda.flex(q, *wide(k, v), where, bias, SCALE),
     "weights": lambda q, k, v, where, bias: computing.weights(q, k, where, bias, SCALE) @ wide(k, v)[1],
@@ -318,7 +322,7 @@ def test_low_precision_at_32k_is_within_twice_the_plain_error(way, name, dtype):
     call = {
         "chosen": lambda: computing.attend(*low, where, bias, SCALE),
         "toeplitz": lambda: toeplitz.attend(*low, where, bias, SCALE),
-        "blockwise": lambda: blockwise.attend(*low, where, bias, SCALE, 0.0),
+        "blockwise": lambda: in_blocks(*low, where, bias),
         "folded": lambda: cuda.folded(*low, where, bias, SCALE),
     }[way]
     found = call()

@@ -28,6 +28,7 @@ def choose(
     dtype: torch.dtype,
     mask: str = "plain",
     causal: bool = True,
+    patterned: bool = False,
     gradient: bool = False,
     dropout: bool = False,
     bytes_of_all_pairs: int = SMALL,
@@ -41,6 +42,7 @@ def choose(
         dtype: of the queries.
         mask: a Layout's ``kind``: "plain", "runs" or "pairs".
         causal: whether queries see no keys after themselves.
+        patterned: whether keys outside a window are kept: sinks, global tokens.
         gradient: whether the bias's own parameters are trained in this call.
         dropout: whether attention weights are dropped in this call.
         bytes_of_all_pairs: batch * heads * queries * keys * 4.
@@ -48,6 +50,8 @@ def choose(
     """
     if bytes_of_all_pairs < SMALL:
         return Choice("dense", f"the bias of all pairs is smaller than {SMALL >> 20} MiB")
+    if patterned:
+        return Choice("blockwise", "sinks and global tokens: each block of queries gathers the keys it may see")
     if mask == "pairs":
         return Choice("blockwise", "padding inside a row, or positions that jump, follow no pattern of distances")
     if method is not None and not method.toeplitz:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,14 @@ class Layout(BlockMask):
         q_length, kv_length: queries and keys of the call, in tokens.
         offset: index of the first query among the keys.
         causal: whether a query sees no key after itself.
-        window: how many keys up to itself a query sees; None for all.
+        window: how many keys up to itself a query sees (in an encoder: also ahead); None for all.
+        sinks: how many of the first keys of a document stay visible outside the window.
+        global_tokens: positions that see everything and are seen by every query.
         documents: shape (batch, kv_length), int64: a query sees keys of its own document; -1 is padding, and they are
             numbered in their order. None: one document without padding.
         positions: shape (batch, kv_length), int64, where they are not the indices. None: they are.
         first: the position of key 0, one number or shape (batch, 1): what a sliding cache has let go came before it.
+            With sinks, of the keys after them.
         mask: a mask of the caller's for all pairs, shape (batch or 1, heads or 1, q_length, kv_length): bool, or
             floats that are added to the scores.
     """
@@ -50,16 +56,20 @@ class Layout(BlockMask):
         offset: int = 0,
         causal: bool,
         window: int | None = None,
+        sinks: int = 0,
+        global_tokens: tuple[int, ...] = (),
         documents: Tensor | None = None,
         positions: Tensor | None = None,
         first: int | Tensor = 0,
         mask: Tensor | None = None,
     ) -> None:  # not BlockMask's: it would want blocks
         self.batch, self.q_length, self.kv_length = batch, q_length, kv_length
-        self.offset, self.causal, self.window = offset, causal, window
+        self.offset, self.causal = offset, causal
+        self.window, self.sinks, self.global_tokens = window, sinks, global_tokens
         self.documents, self.positions, self.first, self.mask = documents, positions, first, mask
         self._runs: list[Run] | None = None
         self._seen: tuple[Tensor, Layout] | None = None
+        self._made: dict[Any, Any] = {}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -122,27 +132,123 @@ class Layout(BlockMask):
                     runs.append(Run(slice(row, row + 1), queries, slice(start, stop)))
         return runs
 
-    def visible(self, rows: slice, keys: int, device: torch.device) -> Tensor:
-        """Which of the first keys some of the queries see: bool, shape (batch or 1, 1, queries, keys)."""
+    def visible(self, rows: slice, keys: int | Tensor, device: torch.device) -> Tensor:
+        """Which keys some of the queries see: bool, shape (batch or 1, 1, queries, keys).
+
+        ``keys``: how many of the first keys, or which.
+        """
         index = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.offset
-        key_index = torch.arange(keys, device=device)
-        seen = torch.ones(1, len(index), keys, dtype=torch.bool, device=device)
+        key_index = torch.arange(keys, device=device) if isinstance(keys, int) else keys.to(device)
+        seen = torch.ones(1, len(index), len(key_index), dtype=torch.bool, device=device)
         if self.causal:
             seen = seen & (key_index <= index)
         if self.window is not None:
-            seen = seen & (key_index > index - self.window)
+            near = key_index > index - self.window
+            if not self.causal:
+                near = near & (key_index < index + self.window)
+            seen = seen & (near | self._kept(rows, key_index) if self.sinks or self.global_tokens else near)
         if self.documents is not None:
             documents = self.documents.to(device)
-            others = documents[:, None, :keys]
+            others = documents[:, None, key_index]
             seen = seen & (others >= 0)
             if self.causal:
                 own = documents[:, rows.start + self.offset : rows.stop + self.offset]
                 seen = seen & (others == own[..., None])
         return seen[:, None]
 
+    def _kept(self, rows: slice, key_index: Tensor) -> Tensor:
+        """What a pattern keeps outside the window: bool, shape (batch or 1, queries or 1, keys)."""
+        places = self.key_positions(key_index.device)
+        own = places[:, rows.start + self.offset : rows.stop + self.offset, None]
+        places = places[:, None, key_index]
+        kept = places < self.sinks
+        for token in self.global_tokens:
+            kept = kept | (places == token) | (own == token)
+        return kept
+
+    def columns(self, rows: slice) -> slice | Tensor:
+        """The keys that some of the queries may see: a range of indices, or their numbers in order, shape (keys,)."""
+        stop = min(self.offset + rows.stop, self.kv_length) if self.causal else self.kv_length
+        if self.window is None or self.kind != "plain":
+            return slice(0, stop)
+        first, last = self.offset + rows.start, self.offset + rows.stop
+        start = max(first - self.window + 1, 0)
+        stop = stop if self.causal else min(last + self.window - 1, stop)
+        if not self.sinks and not self.global_tokens:
+            return slice(start, stop)
+        if any(first <= token < last for token in self.global_tokens):
+            return slice(0, self.kv_length if not self.causal else stop)
+        kept = [*range(self.sinks), *self.global_tokens]
+        end = stop if self.causal else self.kv_length
+        outside = sorted({index for index in kept if 0 <= index < end and not start <= index < stop})
+        before = [index for index in outside if index < start]
+        after = [index for index in outside if index >= stop]
+        if not outside:
+            return slice(start, stop)
+        return torch.tensor([*before, *range(start, stop), *after])
+
+    def seen_from(self, own: Tensor, places: Tensor) -> Tensor:
+        """The positions from which queries look at keys, shape (batch or 1, queries, keys).
+
+        Their own ``own`` (batch or 1, queries), but for sinks among ``places`` (batch or 1, keys): no further away than
+        window + sinks - 1, as if positions were counted among the keys that are kept.
+        """
+        own, places = own[:, :, None], places[:, None, :]
+        if not self.sinks or self.window is None:
+            return own.expand(-1, -1, places.shape[-1])
+        return torch.where(places < self.sinks, own.clamp(max=self.window + self.sinks - 1), own)
+
+    def once(self, name: Any, make: Callable[[], Made]) -> Made:
+        """What ``make`` gives, made for the first of the layers that share this layout."""
+        if name not in self._made:
+            self._made[name] = make()
+        found: Made = self._made[name]
+        return found
+
+    def _copy(self) -> Layout:
+        other = copy.copy(self)
+        other._runs, other._seen, other._made = None, None, {}
+        return other
+
+    def of_run(self, run: Run) -> Layout:
+        """A run as a call of its own: no padding, one document."""
+        other, rows = self._copy(), run.rows
+        other.batch = rows.stop - rows.start
+        other.q_length, other.kv_length = run.queries.stop - run.queries.start, run.keys.stop - run.keys.start
+        other.offset = self.offset + run.queries.start - run.keys.start
+        other.documents = None
+        if isinstance(self.first, Tensor):
+            other.first = self.first[rows]
+        if isinstance(other.first, Tensor) and bool((other.first == other.first[:1]).all()):
+            other.first = int(other.first[0])
+        return other
+
+    def patterned(self, window: int | None, sinks: int, global_tokens: tuple[int, ...]) -> Layout:
+        """With a method's pattern on top of the model's own window.
+
+        Raises:
+            ValueError: keys were let go of that the pattern keeps, or with padding beside them.
+        """
+        if window is None:
+            return self
+        return self.once(
+            ("pattern", window, sinks, global_tokens), lambda: self._patterned(window, sinks, global_tokens)
+        )
+
+    def _patterned(self, window: int, sinks: int, global_tokens: tuple[int, ...]) -> Layout:
+        other = self._copy()
+        other.window = window if self.window is None else min(window, self.window)
+        other.sinks, other.global_tokens = sinks, global_tokens
+        gone = self.first if isinstance(self.first, int) else int(self.first.max())
+        if gone and (global_tokens or (sinks and self.documents is not None)):
+            raise ValueError(
+                "the cache has let keys go that `global_tokens` or sinks of padded rows need: use the default cache."
+            )
+        return other
+
     def with_positions(self, positions: Tensor) -> Layout:
         """The same call with key positions of shape (batch, kv_length)."""
-        other = copy.copy(self)
+        other = self._copy()
         other.positions = positions.expand(self.batch, -1)
         return other
 
@@ -184,6 +290,8 @@ class Layout(BlockMask):
             return self.positions.to(device)
         index = torch.arange(self.kv_length, device=device)[None]
         first = self.first.to(device) if isinstance(self.first, Tensor) else self.first
+        if self.documents is None and self.sinks:
+            return index + torch.where(index < self.sinks, 0, first)  # a streaming cache: sinks, then the latest keys
         if self.documents is None:
             return index + first
         documents = self.documents.to(device)

@@ -7,6 +7,7 @@ would see the future without a word.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +17,32 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from rope_ext.attention.computing import attend, attend_with_weights
 from rope_ext.attention.layout import Layout
+from rope_ext.config import Patterned
+from rope_ext.encodings.bias import Bias
+from rope_ext.encodings.raw import Encoder
 
 NAME = "rope_ext"
 """What ``config._attn_implementation`` is in a model whose attention is computed here."""
 
-BIAS = "_rope_ext_bias"
-"""The attribute of an attention module that holds the module of its bias."""
+SOURCE = "_rope_ext_source"
+"""The attribute of an attention module that gives its encoding."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is left of a rotary method in attention: which keys its pattern keeps."""
+
+    method: Patterned
+
+    def __call__(self, causal: bool) -> Kept:
+        return self
+
+
+def applied(given: Bias | Encoder | Kept | None, layout: Layout) -> tuple[Layout, Bias | Encoder | None]:
+    """(the layout with the method's pattern, what computes scores beside q.k)."""
+    if given is None:
+        return layout, None
+    return layout.patterned(*given.method.pattern), None if isinstance(given, Kept) else given
 
 
 def make_layout(
@@ -81,19 +102,19 @@ def attention(
     layout = as_layout(attention_mask, query)
     if position_ids is not None:
         layout = layout.at(position_ids)
-    source = module.__dict__.get(BIAS)
+    source = module.__dict__.get(SOURCE)
     if source is None:
         raise ValueError(
-            f"{type(module).__name__} has no bias to add: attention implementation {NAME!r} works in patched models "
+            f"{type(module).__name__} has no encoding: attention implementation {NAME!r} works in patched models "
             "only, and this one was built from the config of one. Build it from an unpatched config, then patch_model."
         )
-    bias = source(True)
+    layout, method = applied(source(True), layout)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     config = module.__dict__.get("config")
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
-        output, seen = attend_with_weights(query, key, value, layout, bias, scale, dropout)
+        output, seen = attend_with_weights(query, key, value, layout, method, scale, dropout)
         return output.transpose(1, 2).contiguous(), seen
-    output = attend(query, key, value, layout, bias, scale, dropout)
+    output = attend(query, key, value, layout, method, scale, dropout)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -24,29 +24,30 @@ def hankel(values: Tensor, first: int, rows: int, keys: int) -> Tensor:
     return values.as_strided((1, values.shape[0], rows, keys), (0, *values.stride()[:1], 1, 1), offset)
 
 
-def dense(bias: Bias | None, layout: Layout, rows: slice, keys: int, device: torch.device) -> Tensor:
-    """The additive mask of some queries against the first keys.
+def dense(bias: Bias | None, layout: Layout, rows: slice, keys: int | Tensor, device: torch.device) -> Tensor:
+    """The additive mask of some queries against some keys: the first of them (how many), or these (which).
 
     fp32, shape (batch or 1, heads or 1, queries, keys), -inf where a query that sees some key does not see this one.
     """
     seen = layout.visible(rows, keys, device)
+    which = slice(0, keys) if isinstance(keys, int) else keys
     if bias is None:
         numbers = torch.zeros_like(seen, dtype=torch.float32)
-    elif layout.positions is None and bias.method.toeplitz:
+    elif isinstance(keys, int) and layout.positions is None and not layout.sinks and bias.method.toeplitz:
         low, high = -(layout.offset + rows.stop - 1), keys - 1 - layout.offset - rows.start
         values = table(bias, low, high, device).contiguous()
         numbers = hankel(values, 0, rows.stop - rows.start, keys).flip(2)
     else:
         places = layout.key_positions(device)
-        own = places[:, rows.start + layout.offset : rows.stop + layout.offset, None]
-        distances = places[:, None, :keys] - own
+        own = layout.seen_from(places[:, rows.start + layout.offset : rows.stop + layout.offset], places[:, which])
+        distances = places[:, None, which] - own
         if bias.method.toeplitz:
             low, high = int(distances.min()), int(distances.max())
             numbers = table(bias, low, high, device)[:, distances - low].movedim(0, 1)
         else:
             numbers = bias(distances, own).movedim(0, 1)
     if layout.mask is not None:
-        given = layout.mask[:, :, rows, :keys].to(device)
+        given = layout.mask[:, :, rows][..., which].to(device)
         if given.dtype == torch.bool:
             seen = seen & given
         else:

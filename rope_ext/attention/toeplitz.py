@@ -69,6 +69,8 @@ def _run(
         hidden[-low + 1 :] = True
     if layout.window is not None:
         hidden[: max(-low - layout.window + 1, 0)] = True
+        if not layout.causal:
+            hidden[-low + layout.window :] = True
     heads = query.shape[1]
     reach = [max(-low, high) + 1] * heads
     numbers = numbers.masked_fill(hidden, float("-inf")).contiguous()

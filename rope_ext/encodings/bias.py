@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rope_ext.config import FineTuning, Method, choice, flag, integer, number
+from rope_ext.config import FineTuning, Patterned, choice, flag, integer, number
 
 LONGEST = 2**40
 """Tokens; no option that is a length goes beyond."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BiasMethod(Method):
+class BiasMethod(Patterned):
     """Base of the seam. A new method defines ``bias``; ``parameters`` if it learns something."""
 
     seam: ClassVar[str] = "bias"
@@ -61,6 +61,10 @@ class BiasMethod(Method):
     def parameters(self, heads: int) -> dict[str, Tensor]:
         """The learned tensors as they start, fp32; the same on every call."""
         return {}
+
+    @property
+    def learns(self) -> bool:
+        return bool(self.parameters(1))
 
     @property
     def extension(self) -> float:

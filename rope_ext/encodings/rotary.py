@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rope_ext.config import FineTuning, Method, flag, integer, number, numbers
+from rope_ext.config import FineTuning, Patterned, flag, integer, number, numbers
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def ntk_base(rotary: Rotary, factor: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotaryMethod(Method):
+class RotaryMethod(Patterned):
     """Base of the seam. A new method defines ``frequencies``; ``attention_scaling`` and ``native`` if it has them."""
 
     seam: ClassVar[str] = "rotary"

@@ -421,9 +421,10 @@ def _cuts(model: PreTrainedModel) -> bool:
 
 
 def _depends_on_length(model: PreTrainedModel) -> bool:
-    """Whether cached keys depend on how long the input was: stock ``dynamic`` and ``longrope``."""
-    if patch_of(model) is not None:
-        return False
+    """Whether cached keys depend on how long the input was: stock ``dynamic`` and ``longrope``, or what imitates it."""
+    patch = patch_of(model)
+    if patch is not None:
+        return not getattr(patch.encoding, "exact", True)
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
     return any(entry.get("rope_type") in ("dynamic", "longrope") for entry in (parameters, *nested))
