@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from rope_ext.attention import NAME, Kept, Layout, attend
 from rope_ext.attention.computing import attend_with_weights
+from rope_ext.attention.mapped_cache import keep_mapped
 from rope_ext.attention.registered import applied
 from rope_ext.checkpoint import PATCHED_ENTRIES
 from rope_ext.config import FineTuning, Method
@@ -31,6 +32,7 @@ from .positions import (
     VectorPositions,
     additions,
     attention_note,
+    keeps_mapped,
     raw_form,
     with_scale,
 )
@@ -233,6 +235,7 @@ class HostedAdapter(Adapter):
                 if isinstance(form, RawMethod):
                     form.check(host)
                 module = Positions(form, host, like)
+                hooks += [(stack.root, keep_mapped)] * keeps_mapped(form)
                 added += additions(stack.root, module)
                 sources = [Source(stack.root, module, layer) for layer in range(len(own))]
             for stand_in, source in zip(own, sources):  # noqa: B905 - a rotation without a pattern has no sources

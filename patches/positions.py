@@ -112,6 +112,11 @@ def raw_form(method: Any) -> Any:
     return StaticTable(of=method, window=window, sinks=sinks, global_tokens=tokens or None) if sinks else Kept(method)
 
 
+def keeps_mapped(form: Any) -> bool:
+    """Whether mapped keys are worth keeping: they stay the same from one decoding step to the next."""
+    return isinstance(form, QkMethod) and not (form.learns or form.sinks or form.global_tokens)
+
+
 class GuardedRotary(PatchedRotary):
     """A rotary module that sees to it that what attention does in its stead, or beside it, is not lost."""
 

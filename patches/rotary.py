@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rope_ext.attention import NAME, Kept
+from rope_ext.attention.mapped_cache import keep_mapped
 from rope_ext.attention.registered import SOURCE
 from rope_ext.config import Method
 from rope_ext.encodings.bias import BiasMethod
@@ -36,6 +37,7 @@ from .positions import (
     additions,
     attention_modules,
     attention_note,
+    keeps_mapped,
     raw_form,
     with_scale,
 )
@@ -167,16 +169,18 @@ class RotaryAdapter(Adapter):
         swaps = [self._swap(found, text_config(top), tables, rope.config(), GuardedRotary) for found in modules]
         attentions = attention_modules(self.model)
         added: list[tuple[nn.Module, str, nn.Module]] = []
+        root = self.model.base_model
         if isinstance(form, Kept):
             sources: list[Any] = [form] * len(attentions)
         else:
-            root, module = self.model.base_model, Positions(form, host, next(attentions[0].parameters()))
+            module = Positions(form, host, next(attentions[0].parameters()))
             added = additions(root, module)
             sources = [Source(root, module, layer) for layer in range(len(attentions))]
         note = attention_note(encoding, self.model, causal=True)
         state = self._state_of(encoding, rope, trained, usable, channels, attention=note)
         attributes = [(module, SOURCE, source) for module, source in zip(attentions, sources, strict=True)]
-        return Patch(self.model, encoding, state, swaps, configs, attributes, added)
+        hooks = [(root, keep_mapped)] if keeps_mapped(form) else []
+        return Patch(self.model, encoding, state, swaps, configs, attributes, added, hooks)
 
     def _plan_embedding(self, encoding: EmbeddingMethod) -> Patch:
         """The rotary modules turn nothing; vectors are added to what the first layer reads."""

@@ -82,7 +82,8 @@ def _block(
     mask = dense(method, layout, rows, which, query.device)
     dtype = query.dtype if query.device.type == "cpu" else torch.float32  # other kernels want one dtype for all
     q, k, v = (part.to(dtype) for part in (query, seen_keys[0], value))
-    return sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale).to(query.dtype)
+    output = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return output.to(query.dtype)
 
 
 def encoded_weights(

@@ -48,14 +48,16 @@ def attend(
         # heads that share keys as queries of one head: nothing is copied
         grouped = query.reshape(query.shape[0], key.shape[1], repeats, query.shape[3])
         return sdpa(grouped, key, value, scale=scale).view_as(query)
-    if repeats > 1:
+    grouped_kernels = method is None and query.device.type == "cpu"
+    if repeats > 1 and not grouped_kernels:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     kind = layout.kind
     if method is None and kind == "plain" and not dropout and layout.window is None:
         if not layout.causal:
-            return sdpa(query, key, value, scale=scale)
+            return sdpa(query, key, value, scale=scale, enable_gqa=True)
         if layout.offset == 0:
-            return sdpa(query, key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], is_causal=True, scale=scale)
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+            return sdpa(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     choice = choose(
         method.method if method else None,
         device=query.device.type,
@@ -70,8 +72,8 @@ def attend(
     )
     with torch.autocast(query.device.type, enabled=False):
         if choice.way == "dense":
-            mask = dense(method, layout, slice(0, layout.q_length), key.shape[2], query.device)
-            return sdpa(query, key, value, attn_mask=mask.to(mask_dtype(query)), dropout_p=dropout, scale=scale)
+            mask = dense(method, layout, slice(0, layout.q_length), key.shape[2], query.device).to(mask_dtype(query))
+            return sdpa(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=True)
         if choice.way == "blockwise":
             if kind == "runs" and layout.window is not None:
                 return by_runs(query, key, value, layout, method, scale, dropout)

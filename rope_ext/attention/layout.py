@@ -286,6 +286,9 @@ class Layout(BlockMask):
 
     def key_positions(self, device: torch.device) -> Tensor:
         """Shape (batch or 1, kv_length): the given ones, else counted from the start of each document."""
+        return self.once(("positions", device), lambda: self._key_positions(device))
+
+    def _key_positions(self, device: torch.device) -> Tensor:
         if self.positions is not None:
             return self.positions.to(device)
         index = torch.arange(self.kv_length, device=device)[None]

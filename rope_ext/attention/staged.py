@@ -1,20 +1,27 @@
 """The qk seam: queries that share a map are computed together, by ordinary attention over mapped queries and keys.
 
-Raw keys are mapped anew in every call: for one decoding step O(keys x channels), about what reading them costs. The
-factors that they are mapped with are computed once for all layers.
+The factors that they are mapped with are computed once for all layers; and while decoding stays in a stage, keys that
+are mapped stay so (:mod:`rope_ext.attention.mapped_cache`). Elsewhere - a new stage, padded rows, a cache of another
+kind - all cached keys are mapped anew: O(keys x channels), about what reading them costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext.attention.layout import Layout, Run
+from rope_ext.attention.mapped_cache import holder_of
 from rope_ext.encodings.qk import QkMethod
-from rope_ext.encodings.raw import Encoder, turned_by
+from rope_ext.encodings.raw import Encoder, Factors, turned_by
+
+SHARED_BYTES = 128 * 2**20
+"""What the factors of one call may take while its layers share them."""
 
 Plain = Callable[[Tensor, Tensor, Tensor, Layout], Tensor]
 """Attention of mapped queries and keys: (query, key, value, layout) -> output."""
@@ -31,37 +38,47 @@ def attend(plain: Plain, query: Tensor, key: Tensor, value: Tensor, layout: Layo
         rows = [(query[run.rows], key[run.rows], value[run.rows], layout.of_run(run)) for run in runs]
         return torch.cat([attend(plain, *row, encoder) for row in rows])
     own = places[:, layout.offset : layout.offset + layout.q_length]
-    stages = method.stages_of(encoder, own, places)[0]
-    edges = torch.nonzero(stages.diff()).flatten().add(1).tolist()
-    pieces = [slice(a, b) for a, b in zip([0, *edges], [*edges, layout.q_length], strict=True)]
+    pieces = layout.once((method, "pieces"), lambda: _pieces(method.stages_of(encoder, own, places)[0]))
     again = torch.is_grad_enabled() and len(pieces) > 1  # else every piece would keep keys of its own for the backward
-    shared = not encoder.parameters and len(pieces) == 1
+    size = 8 * len(pieces) * layout.kv_length * encoder.host.rotary.dim
+    layers_share = not encoder.parameters and size <= SHARED_BYTES
 
-    def piece(rows: slice, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        stage, columns = int(stages[rows.start]), layout.columns(rows)
+    def shared(name: Any, make: Callable[[], Factors]) -> Factors:
+        return layout.once((method, name), make) if layers_share else make()
+
+    def piece(rows: slice, stage: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        columns = layout.columns(rows)
         assert isinstance(columns, slice)
 
-        def factors() -> tuple[Tensor, ...]:
-            return (
-                *method.query_factors(encoder, own[:, rows], stage),
-                *method.key_factors(encoder, places[:, columns], stage),
-            )
+        def turned(start: int) -> Tensor:
+            places_of = places[:, columns][:, start:]
+            factors = partial(method.key_factors, encoder, places_of, stage)
+            return turned_by(key[:, :, columns][:, :, start:], *shared((stage, start), factors))
 
-        found = layout.once((method, stage), factors) if shared else factors()
-        q, k = turned_by(query[:, :, rows], *found[:2]), turned_by(key[:, :, columns], *found[2:])
-        count, offset = rows.stop - rows.start, layout.offset + rows.start - columns.start
+        alone = not encoder.parameters and len(pieces) == 1 and columns == keys
+        holder = holder_of(key) if alone else None
+        k = turned(0) if holder is None else holder.mapped((method, stage), key, turned)
+        factors = partial(method.query_factors, encoder, own[:, rows], stage)
+        q = turned_by(query[:, :, rows], *shared(stage, factors))
         part = Layout(
             layout.batch,
-            count,
+            rows.stop - rows.start,
             columns.stop - columns.start,
-            offset=offset,
+            offset=layout.offset + rows.start - columns.start,
             causal=layout.causal,
             window=layout.window,
         )
         return plain(q, k, value[:, :, columns], part)
 
     if again:
-        parts = [checkpoint(piece, rows, query, key, value, use_reentrant=False) for rows in pieces]
+        parts = [checkpoint(piece, *each, query, key, value, use_reentrant=False) for each in pieces]
     else:
-        parts = [piece(rows, query, key, value) for rows in pieces]
+        parts = [piece(*each, query, key, value) for each in pieces]
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+def _pieces(stages: Tensor) -> list[tuple[slice, int]]:
+    """(queries, their stage) of neighbours that share one; ``stages`` has shape (queries,)."""
+    edges = torch.nonzero(stages.diff()).flatten().add(1).tolist()
+    starts = [0, *edges]
+    return [(slice(a, b), int(stages[a])) for a, b in zip(starts, [*edges, len(stages)], strict=True)]

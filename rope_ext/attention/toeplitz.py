@@ -29,7 +29,7 @@ BLOCK = 1024
 def attend(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, bias: Bias | None, scale: float, prune: bool = True
 ) -> Tensor:
-    """See :mod:`rope_ext.attention.computing`; key and value have as many heads as query.
+    """See :mod:`rope_ext.attention.computing`; with a bias, key and value have as many heads as query.
 
     ``prune=False`` keeps the keys that cannot matter.
     """
@@ -61,7 +61,7 @@ def _run(
     """Tokens in a row; ``first`` is the index of the first query among the keys."""
     queries, keys = query.shape[2], key.shape[2]
     if bias is None and layout.window is None and (not layout.causal or (first == 0 and queries == keys)):
-        return sdpa(query, key, value, is_causal=layout.causal, scale=scale)
+        return sdpa(query, key, value, is_causal=layout.causal, scale=scale, enable_gqa=True)
     low, high = -(first + queries - 1), keys - 1 - first
     numbers = table(bias, low, high, query.device).detach()
     hidden = torch.zeros(numbers.shape[1], dtype=torch.bool, device=query.device)
@@ -94,7 +94,8 @@ def _run(
                 continue
             mask = hankel(view, from_key - (first + b - 1) - low, b - a, to_key - from_key)
             seen_k, seen_v = k[:, :, from_key:to_key], v[:, :, from_key:to_key]
-            blocks.append(sdpa(q[:, :, a:b].flip(2), seen_k, seen_v, attn_mask=mask, scale=scale).flip(2))
+            turned = q[:, :, a:b].flip(2)
+            blocks.append(sdpa(turned, seen_k, seen_v, attn_mask=mask, scale=scale, enable_gqa=True).flip(2))
         groups.append(torch.cat(blocks, 2) if len(blocks) > 1 else blocks[0])
     return torch.cat(groups, 1) if len(groups) > 1 else groups[0]
 

@@ -129,7 +129,10 @@ class Encoder:
 
 
 Factors = tuple[Tensor, Tensor]
-"""(real, imaginary) parts of what channel pairs are multiplied with, each (1 or batch, 1, length, d / 2), fp32."""
+"""What channel pairs (i, i + d/2) are multiplied with, as complex numbers; each (1 or batch, 1, length, d), fp32.
+
+The real parts, for either channel of a pair; the imaginary parts, negative for the first channel.
+"""
 
 
 def rotation(
@@ -142,21 +145,17 @@ def rotation(
         frequencies: (d / 2,), radians per token.
     """
     angles = positions[:, None, :, None].float() * frequencies.to(positions.device) + phase
-    return angles.cos() * scaling, angles.sin() * scaling
+    cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def turned_by(x: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
-    """x (..., channels) times factors of shape (..., d / 2) in pairs (i, i + d/2), in fp32; channels from d on stay."""
-    half = real.shape[-1]
-    a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    if x.dtype == torch.float32 and not torch.is_grad_enabled():  # half the memory traffic of the line below
-        out = torch.empty_like(x)
-        torch.mul(a, real, out=out[..., :half]).addcmul_(b, imaginary, value=-1)
-        torch.mul(b, real, out=out[..., half : 2 * half]).addcmul_(a, imaginary)
-        out[..., 2 * half :] = rest
-        return out
-    turned = torch.cat((a * real - b * imaginary, b * real + a * imaginary), -1).to(x.dtype)
-    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+    """x (..., channels) with its first d channels times factors of shape (..., d), in fp32; dtype of x."""
+    dim = real.shape[-1]
+    turning = x[..., :dim].float()
+    others = turning.unflatten(-1, (2, dim // 2)).flip(-2).flatten(-2)
+    turned = (turning * real).addcmul_(others, imaginary).to(x.dtype)
+    return torch.cat((turned, x[..., dim:]), -1) if dim < x.shape[-1] else turned
 
 
 def products(query: Tensor, key: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""Keys that stay mapped between decoding steps: fewer to map, the same numbers, dropped when raw keys are replaced."""
+
+import copy
+
+import pytest
+import torch
+from conftest import TRAINED, build, ids, logits, options
+from tolerances import LOGITS
+from transformers import DynamicCache
+
+from rope_ext import patch_model, registry, unpatch_model
+from rope_ext.attention import staged
+from rope_ext.attention.mapped_cache import MappedLayer
+
+HOSTS = [("llama", "dynamic_longrope"), ("bloom", "xpos"), ("qwen3", "dynamic"), ("llama", "dynamic_yarn")]
+hosts = pytest.mark.parametrize(("host", "method"), HOSTS)
+
+
+def patched(host, method, **given):
+    model = build(host)
+    return patch_model(model, method, **{**options(method, model), **given})
+
+
+@torch.no_grad()
+def step(model, x, cache):
+    name = registry.compat().cache_argument(model)
+    output = model(x, use_cache=True, **({name: cache} if cache is not None else {}))
+    return output.logits, getattr(output, name)
+
+
+@pytest.fixture
+def mapped(monkeypatch):
+    """How many keys each call maps."""
+    counts = []
+    once = MappedLayer.mapped
+
+    def counted(self, stage, keys, turn):
+        return once(self, stage, keys, lambda start: (counts.append(keys.shape[2] - start), turn(start))[1])
+
+    monkeypatch.setattr(MappedLayer, "mapped", counted)
+    return counts
+
+
+def test_a_step_within_a_stage_maps_its_own_key_only(mapped):
+    model, x = patched("llama", "dynamic", step=8), ids(TRAINED + 20)
+    _, cache = step(model, x[:, :40], DynamicCache(config=model.config))
+    assert all(type(layer) is MappedLayer for layer in cache.layers)
+    for at in range(40, TRAINED + 20):
+        mapped.clear()
+        step(model, x[:, at : at + 1], cache)
+        new_stage = at >= TRAINED and (at - TRAINED) % 8 == 0
+        assert mapped == [at + 1 if new_stage else 1] * 2, at
+
+
+@hosts
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_gives_what_it_gives_without(host, method, beams, monkeypatch):
+    model = patched(host, method)
+    asked = {"max_new_tokens": 24, "num_beams": beams, "do_sample": False, "eos_token_id": None}
+    x = ids(TRAINED - 8, rows=2)
+    found = model.generate(x, **asked)
+    monkeypatch.setattr(staged, "holder_of", lambda keys: None)
+    assert torch.equal(found, model.generate(x, **asked))
+
+
+@hosts
+def test_crops_copies_and_other_branches(host, method):
+    """A cache that is cut back, or copied and continued otherwise, forgets what it had mapped of other keys."""
+    model, x, other = patched(host, method), ids(TRAINED + 20), ids(TRAINED + 20, seed=7)
+    other[:, :40] = x[:, :40]
+    _, cache = step(model, x[:, :40], None)
+    _, cache = step(model, x[:, 40:41], cache)
+    branch = copy.deepcopy(cache)
+    for at in range(41, 50):
+        found, cache = step(model, x[:, at : at + 1], cache)
+    assert (found - logits(model, x[:, :50])[:, -1:]).abs().max() < LOGITS
+    cache.crop(-10)
+    step(model, other[:, 40:51], cache)
+    found, cache = step(model, other[:, 51:52], cache)
+    assert (found - logits(model, other[:, :52])[:, -1:]).abs().max() < LOGITS
+    for at in range(41, 50):
+        found, branch = step(model, x[:, at : at + 1], branch)
+    assert (found - logits(model, x[:, :50])[:, -1:]).abs().max() < LOGITS
+
+
+def test_the_branch_check_fails_on_a_planted_fault(monkeypatch):
+    """Without the look at whether raw keys were replaced, mapped keys of cropped tokens would be used on."""
+    original = MappedLayer.update
+
+    def forgetful(self, *args, **kwargs):
+        self._known = self.keys
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(MappedLayer, "update", forgetful)
+    with pytest.raises(AssertionError):
+        test_crops_copies_and_other_branches("llama", "dynamic_longrope")
+
+
+def test_another_method_or_none_on_the_same_cache():
+    """Raw keys serve any raw method; what one has mapped is nothing to another."""
+    model, x = patched("llama", "dynamic"), ids(40)
+    _, cache = step(model, x[:, :30], None)
+    _, cache = step(model, x[:, 30:31], cache)
+    single = build("llama", num_hidden_layers=1)
+    patch_model(single, "dynamic", factor=4)
+    _, cache = step(single, x[:, :30], None)
+    _, cache = step(single, x[:, 30:31], cache)
+    patch_model(single, "xpos")
+    found, cache = step(single, x[:, 31:32], cache)
+    assert (found - logits(single, x[:, :32])[:, -1:]).abs().max() < LOGITS
+    unpatch_model(single)
+    assert not single.model._forward_pre_hooks
+
+
+def test_training_and_padded_rows_map_anew(mapped):
+    model, x = patched("llama", "dynamic_longrope"), ids(30)
+    output = model(x, use_cache=True)
+    name = registry.compat().cache_argument(model)
+    model(x[:, :1], use_cache=True, **{name: getattr(output, name)}).logits.sum().backward()
+    assert not mapped
+    assert all(weight.grad is not None for weight in model.parameters())
