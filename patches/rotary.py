@@ -82,7 +82,7 @@ class RotaryAdapter(Adapter):
         return reason
 
     def plan(self, encoding: Method) -> Patch:
-        if isinstance(encoding, Dynamic) and not encoding.exact and encoding.window is None:
+        if isinstance(encoding, Dynamic) and not encoding.exact:
             return self._plan_dynamic_as_stock(encoding)
         if isinstance(encoding, RotaryMethod) and encoding.window is None:
             return self._plan_rotary(encoding)
@@ -133,7 +133,7 @@ class RotaryAdapter(Adapter):
 
     def _plan_attention(self, encoding: Method) -> Patch:
         """Attention is computed by rope_ext; what the rotary modules are left to turn follows from the method."""
-        if "bias" not in self.seams:
+        if "bias" not in self.seams:  # a rotary method with a pattern; others were refused
             raise ValueError(
                 f"{self.model.config.model_type}: {encoding.name} with these options needs attention computed by "
                 "rope_ext, which this architecture does not host; only rotary methods without a pattern."

@@ -1,11 +1,14 @@
 """Logits equal stock transformers configured the same way. The stock side is built by transformers alone."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from conftest import STOCK, TRAINED, build, ids, logits, rotary_dim
+from tolerances import LOGITS
 from transformers import AutoModelForCausalLM
 
-from rope_ext import patch_model
+from rope_ext import load_patched, patch_model, registry
 
 FAMILIES = ["llama", "mistral_nemo", "qwen2", "qwen3", "qwen3_moe", "phi3", "gpt_neox", "gemma2", "cohere"]
 
@@ -62,3 +65,59 @@ def test_yarn_options_reach_stock():
     reference = stock("llama", **STOCK["yarn"], **given)
     model, x = patch_model(build("llama"), "yarn", factor=4, **given), ids(3 * TRAINED)
     assert torch.equal(logits(model, x), logits(reference, x))
+
+
+def stock_dynamic(family, factor=4.0):
+    plain = build(family)
+    parameters = {**plain.config.rope_parameters, "rope_type": "dynamic", "factor": factor}
+    scaled = type(plain.config)(**{**plain.config.to_dict(), "rope_parameters": parameters})
+    model = AutoModelForCausalLM.from_config(scaled).eval()
+    model.load_state_dict(plain.state_dict())
+    return model
+
+
+@torch.no_grad()
+def decoded(model, x, start):
+    name, parts, cache = registry.compat().cache_argument(model), [], None
+    for a, b in pairwise([0, start, *range(start + 1, x.shape[1] + 1)]):
+        output = model(x[:, a:b], use_cache=True, **({name: cache} if cache is not None else {}))
+        cache = getattr(output, name)
+        parts.append(output.logits)
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_nemo", "qwen2", "qwen3", "qwen3_moe"])
+def test_dynamic_as_stock_has_it(family, tmp_path):
+    """``exact=False``: the same bits in one call, and in decoding, where cached keys keep the base of their time."""
+    reference, model = stock_dynamic(family), patch_model(build(family), "dynamic", factor=4, exact=False)
+    for x in (ids(16), ids(TRAINED + 9), ids(3 * TRAINED), ids(20)):
+        assert torch.equal(logits(model, x), logits(reference, x)), x.shape
+    x = ids(TRAINED + 24)
+    assert torch.equal(decoded(model, x, TRAINED - 8), decoded(stock_dynamic(family), x, TRAINED - 8))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(loaded, ids(3 * TRAINED)), logits(model, ids(3 * TRAINED)))
+    again = load_patched(tmp_path).eval()
+    assert torch.equal(logits(again, ids(3 * TRAINED)), logits(model, ids(3 * TRAINED)))
+    wrong = stock_dynamic(family, 4.04)
+    assert (logits(model, ids(3 * TRAINED)) - logits(wrong, ids(3 * TRAINED))).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_nemo", "qwen2", "qwen3", "bloom", "mpt"])
+def test_f03_exact_dynamic_decodes_what_one_forward_gives(family):
+    """And in one forward below the trained length nothing changes where positions were rotary before."""
+    model, x = build(family), ids(TRAINED + 24)
+    before = logits(model, x[:, :TRAINED])
+    patch_model(model, "dynamic", factor=4)
+    assert (decoded(model, x, TRAINED - 8) - logits(model, x)).abs().max() < LOGITS
+    if family not in ("bloom", "mpt"):
+        assert (logits(model, x[:, :TRAINED]) - before).abs().max() < LOGITS
+        assert (decoded(stock_dynamic(family), x, TRAINED - 8) - logits(stock_dynamic(family), x)).abs().max() > 0.1
+
+
+def test_dynamic_as_stock_needs_what_stock_needs():
+    for given in ({"window": 9}, {"step": 3}):
+        with pytest.raises(ValueError, match="`exact`=False"):
+            patch_model(build("llama"), "dynamic", exact=False, **given)
+    with pytest.raises(ValueError, match="needs a rotary module"):
+        patch_model(build("bloom"), "dynamic", exact=False)

@@ -9,6 +9,7 @@ import reference
 import reference_scores as naive
 import torch
 from tolerances import GRADIENT, OUTPUT
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rope_ext import registry
 from rope_ext.attention import Layout, attend, blockwise, choosing, computing
@@ -193,11 +194,12 @@ def test_queries_in_chunks_and_one_by_one_equal_one_call(case, ways, monkeypatch
 PATTERNS = [{"window": 11}, {"window": 11, "sinks": 3}, {"window": 9, "global_tokens": (0, 20)}]
 
 
-@every
-@pytest.mark.parametrize("pattern", PATTERNS, ids=["window", "sinks", "global"])
+@pytest.mark.parametrize(
+    ("case", "pattern"),
+    # contextual positions count what is seen: with sinks there is no capped distance to compare with
+    [(case, pattern) for case in CASES for pattern in PATTERNS if case != "cope" or "sinks" not in pattern],
+)
 def test_patterns_equal_the_loops(case, pattern, monkeypatch):
-    if case == "cope" and "sinks" in pattern:
-        pytest.skip("contextual positions count what is seen: there is no capped distance to compare with")
     monkeypatch.setattr(blockwise, "BLOCK_BYTES", 20000)
     monkeypatch.setattr(choosing, "SMALL", 0)
     wanted = expected(case, pattern["window"], pattern.get("sinks", 0), pattern.get("global_tokens", ()))
@@ -206,10 +208,8 @@ def test_patterns_equal_the_loops(case, pattern, monkeypatch):
     assert deviation(computed(case, **worse), wanted) > 10 * OUTPUT
 
 
-@every
+@pytest.mark.parametrize("case", [case for case in CASES if case != "cope"])  # which reads no positions
 def test_jumping_positions(case):
-    if case == "cope":
-        pytest.skip("reads no positions")
     positions = [*range(20), *range(31, 31 + N - 20)]
     layout = Layout(1, N, N, causal=True).with_positions(torch.tensor([positions]))
     assert deviation(computed(case, layout), expected(case, positions=positions)) < OUTPUT
@@ -241,6 +241,29 @@ def test_gradients_equal_those_of_one_block(case, monkeypatch):
     for found, wanted in zip(gradients(torch.float32, True), gradients(torch.float32, False), strict=True):
         assert found.any()
         assert (found - wanted).abs().max() < GRADIENT * max(1, wanted.abs().max())
+
+
+@every
+def test_memory_grows_with_the_length_not_its_square(case, monkeypatch):
+    """The largest tensor of a forward and a backward pass over 1,500 tokens, against one number per head and pair."""
+    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 2**17)
+    monkeypatch.setattr(choosing, "SMALL", 0)
+    length, largest = 1500, 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            nonlocal largest
+            result = function(*arguments, **(named or {}))
+            for part in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(part, torch.Tensor):
+                    largest = max(largest, part.untyped_storage().nbytes())
+            return result
+
+    inputs = [part.requires_grad_() for part in tensors(length)]
+    with Watch():
+        output = attend(*inputs, Layout(1, length, length, causal=True), encoder(case), SCALE)
+        torch.autograd.grad(output.sum(), inputs)
+    assert 4 * HEADS * length * DIM <= largest < 4 * HEADS * length * length / 4
 
 
 def test_dynamic_golden_values():  # F05

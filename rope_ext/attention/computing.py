@@ -122,9 +122,7 @@ def by_runs(
     """Padded rows and packed documents, each as a call of its own."""
     output = query.new_zeros(query.shape)
     for run in layout.runs():
-        if (
-            not layout.causal
-        ):  # an encoder's runs have all queries, those of padding too, which see nothing of their own
+        if not layout.causal:  # an encoder's runs have all queries, those of padding too
             run = Run(run.rows, slice(run.keys.start - layout.offset, run.keys.stop - layout.offset), run.keys)
         q, (k, v) = query[run.rows, :, run.queries], (part[run.rows, :, run.keys] for part in (key, value))
         output[run.rows, :, run.queries] = attend(q, k, v, layout.of_run(run), method, scale, dropout)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rope_ext.config import FineTuning, flag, integer, number, numbers
 from rope_ext.encodings.raw import Encoder, Factors, Host, Pairs, RawMethod, products, rotation, turned_by
-from rope_ext.encodings.rotary import LongRope, Rotary, RotaryMethod, Yarn, ntk_base, schedule
+from rope_ext.encodings.rotary import LongRope, Rotary, RotaryMethod, Yarn, schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +128,20 @@ class Dynamic(_Growing):
     exact: bool = flag(True)
     """False: what stock transformers does, one table per call; cached keys keep the tables they were turned with."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.exact and (self.window is not None or self.step is not None):
+            raise ValueError(
+                "dynamic: option `exact`=False is what stock transformers does, which has no `window` and no `step`; "
+                "leave them out."
+            )
+
     def table(self, rotary: Rotary, stage: int) -> tuple[Tensor, float]:
-        grown = self.factor * stage / rotary.trained_length - (self.factor - 1)
-        return schedule(rotary.dim, ntk_base(rotary, max(grown, 1.0))), 1.0
+        if stage <= rotary.trained_length:
+            return schedule(rotary.dim, rotary.base), 1.0
+        # in fp32 and in this order of operations, as stock transformers: the same bits
+        grown = self.factor * torch.tensor(stage) / rotary.trained_length - (self.factor - 1)
+        return schedule(rotary.dim, rotary.base * grown ** (rotary.dim / (rotary.dim - 2))), 1.0
 
     def native(self, rotary: Rotary) -> dict[str, Any] | None:
         """How stock transformers is told to do what ``exact=False`` does."""

@@ -39,12 +39,12 @@ class Rotary:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
-def schedule(dim: int, base: float) -> Tensor:
+def schedule(dim: int, base: float | Tensor) -> Tensor:
     """theta_i = b^(-2i/d), shape (dim / 2,), fp32, radians per token. Source: Su et al. 2021, section 3.2.2."""
     return 1.0 / _wavelength_over_2pi(dim, base)
 
 
-def _wavelength_over_2pi(dim: int, base: float) -> Tensor:
+def _wavelength_over_2pi(dim: int, base: float | Tensor) -> Tensor:
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
     powers: Tensor = base**exponents
     return powers
