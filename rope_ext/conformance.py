@@ -51,7 +51,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 32},
     "bloom": {"seq_length": TRAINED},
-    "mpt": {"max_seq_len": TRAINED},
+    "mpt": {"max_seq_len": 2 * TRAINED},  # stock reads no further
     "t5": _T5,
     "umt5": _T5,
     "gemma2": {"head_dim": 16},
