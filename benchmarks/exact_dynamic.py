@@ -3,8 +3,7 @@
     python benchmarks/exact_dynamic.py [--before 64] [--after 64] [--factor 2]
 
 The cache is filled with all tokens up to ``--before`` tokens below the trained length in one call, the rest is decoded
-one by one. Printed is the largest difference of any logit from those of one forward over everything: of the
-unpatched
+one by one. Printed is the largest difference of any logit from those of one forward over everything: of the unpatched
 model (what rounding alone makes), of this package, and of stock transformers configured with its own ``dynamic``.
 """
 
