@@ -56,8 +56,7 @@ class Rotation:
 
     def __call__(self, query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Turn q and k of shape (batch, heads, length, d); channel pairs are (i, i + d/2)."""
-        positions = layout.key_positions(query.device)[:, layout.offset : layout.offset + query.shape[2]]
-        factors = rotation(positions, self.frequencies, self.scaling)
+        factors = rotation(layout.query_positions(query.device), self.frequencies, self.scaling)
         return turned_by(query, *factors), turned_by(key, *factors)
 
 

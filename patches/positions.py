@@ -84,8 +84,7 @@ class AddVectors(Source):
         layout = next((given for given in (*args, *kwargs.values()) if isinstance(given, Layout)), None)
         positions = kwargs.get("position_ids")
         if layout is not None:
-            layout = layout.counted()
-            positions = layout.key_positions(layout.device)[:, layout.offset : layout.offset + layout.q_length]
+            positions = layout.counted().query_positions(layout.device)
         if positions is None:
             raise ValueError(
                 f"{type(layer).__name__} was not told the positions: was the attention implementation changed after "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -166,6 +167,19 @@ def ids(length: int, rows: int = 1, seed: int = 1) -> torch.Tensor:
 @torch.no_grad()
 def logits(model, input_ids, **kwargs) -> torch.Tensor:
     return model(input_ids, use_cache=False, **kwargs).logits
+
+
+class LargestTensor(TorchDispatchMode):
+    """While entered, ``bytes`` is the largest storage that any operation gave."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(part, torch.Tensor):
+                self.bytes = max(self.bytes, part.untyped_storage().nbytes())
+        return result
 
 
 @pytest.fixture(autouse=True)

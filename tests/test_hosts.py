@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from conftest import FAMILIES, HOSTED, OPTIONS, TRAINED, VOCABULARY, build, ids, options
+from conftest import FAMILIES, HOSTED, OPTIONS, TRAINED, VOCABULARY, LargestTensor, build, ids, options
 from tolerances import GRADIENT, LOGITS
 from transformers import EncoderDecoderCache, StaticCache
 from transformers.models.bloom import modeling_bloom
@@ -606,20 +606,9 @@ def test_stock_attention_is_never_called_with_all_pairs(monkeypatch):
     """A T5 forward of 3,000 tokens builds no tensor of 3,000 x 3,000 per head, cross-attention included."""
     gc.collect()
     model = patch_model(build("t5"), "t5_bias")
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), named=None):
-            nonlocal largest
-            result = function(*arguments, **(named or {}))
-            for part in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(part, torch.Tensor):
-                    largest = max(largest, part.untyped_storage().nbytes())
-            return result
-
-    with Watch(), torch.no_grad():
+    with LargestTensor() as largest, torch.no_grad():
         model(ids(3000), decoder_input_ids=ids(3000), use_cache=False)
-    assert 4 * 3000 * VOCABULARY <= largest < 4 * 3000 * 3000
+    assert 4 * 3000 * VOCABULARY <= largest.bytes < 4 * 3000 * 3000
 
 
 def own_mask(x, kind):

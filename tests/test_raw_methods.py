@@ -8,8 +8,8 @@ import pytest
 import reference
 import reference_scores as naive
 import torch
+from conftest import LargestTensor
 from tolerances import GRADIENT, OUTPUT
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rope_ext import registry
 from rope_ext.attention import Layout, attend, blockwise, choosing, computing
@@ -248,22 +248,12 @@ def test_memory_grows_with_the_length_not_its_square(case, monkeypatch):
     """The largest tensor of a forward and a backward pass over 1,500 tokens, against one number per head and pair."""
     monkeypatch.setattr(blockwise, "BLOCK_BYTES", 2**17)
     monkeypatch.setattr(choosing, "SMALL", 0)
-    length, largest = 1500, 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), named=None):
-            nonlocal largest
-            result = function(*arguments, **(named or {}))
-            for part in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(part, torch.Tensor):
-                    largest = max(largest, part.untyped_storage().nbytes())
-            return result
-
+    length = 1500
     inputs = [part.requires_grad_() for part in tensors(length)]
-    with Watch():
+    with LargestTensor() as largest:
         output = attend(*inputs, Layout(1, length, length, causal=True), encoder(case), SCALE)
         torch.autograd.grad(output.sum(), inputs)
-    assert 4 * HEADS * length * DIM <= largest < 4 * HEADS * length * length / 4
+    assert 4 * HEADS * length * DIM <= largest.bytes < 4 * HEADS * length * length / 4
 
 
 def test_dynamic_golden_values():  # F05

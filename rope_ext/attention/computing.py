@@ -103,8 +103,7 @@ def _attend_raw(
 
 def prepared(key: Tensor, layout: Layout, encoder: Encoder) -> tuple[Encoder, blockwise.Keys]:
     """(the encoder for this call, the keys in the forms that it reads)."""
-    places = layout.key_positions(key.device)
-    own = places[:, layout.offset : layout.offset + layout.q_length]
+    places, own = layout.key_positions(key.device), layout.query_positions(key.device)
     low, high = int(own.min()) - int(places.max()), int(own.max()) - int(places.min())
     encoder = encoder.method.prepare(encoder, layout.q_length, low, high)
     return encoder, encoder.method.keys(encoder, key, places)
@@ -154,8 +153,7 @@ def attend_with_weights(
     dropped = torch.dropout(seen, dropout, train=dropout > 0)
     output = weighted(dropped.float(), value).to(query.dtype)
     if isinstance(method, Encoder):
-        places = layout.key_positions(query.device)
-        own = places[:, layout.offset : layout.offset + layout.q_length]
+        places, own = layout.key_positions(query.device), layout.query_positions(query.device)
         extra = method.method.values(method, dropped.float(), own, places)
         output = output if extra is None else output + extra.to(output.dtype)
     return output, seen

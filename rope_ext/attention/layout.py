@@ -288,6 +288,10 @@ class Layout(BlockMask):
         """Shape (batch or 1, kv_length): the given ones, else counted from the start of each document."""
         return self.once(("positions", device), lambda: self._key_positions(device))
 
+    def query_positions(self, device: torch.device) -> Tensor:
+        """Shape (batch or 1, q_length)."""
+        return self.key_positions(device)[:, self.offset : self.offset + self.q_length]
+
     def _key_positions(self, device: torch.device) -> Tensor:
         if self.positions is not None:
             return self.positions.to(device)

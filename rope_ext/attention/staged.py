@@ -37,7 +37,7 @@ def attend(plain: Plain, query: Tensor, key: Tensor, value: Tensor, layout: Layo
         runs = [Run(slice(row, row + 1), queries, keys) for row in range(layout.batch)]
         rows = [(query[run.rows], key[run.rows], value[run.rows], layout.of_run(run)) for run in runs]
         return torch.cat([attend(plain, *row, encoder) for row in rows])
-    own = places[:, layout.offset : layout.offset + layout.q_length]
+    own = layout.query_positions(query.device)
     pieces = layout.once((method, "pieces"), lambda: _pieces(method.stages_of(encoder, own, places)[0]))
     again = torch.is_grad_enabled() and len(pieces) > 1  # else every piece would keep keys of its own for the backward
     size = 8 * len(pieces) * layout.kv_length * encoder.host.rotary.dim

@@ -96,6 +96,9 @@ class _Extending(ZonedMethod):
         """W in tokens."""
         return self.neighbor_window or max(1, host.rotary.trained_length // 4)
 
+    def zone(self, m: Tensor, n: Tensor, host: Host) -> Tensor:
+        return (m - n >= self.near(host)).long()
+
     def squeeze(self, host: Host) -> float:
         """How much distances beyond W have to shrink, so that the target length stays within 3/4 of the trained one."""
         trained, near = host.rotary.trained_length, self.near(host)
@@ -124,9 +127,6 @@ class SelfExtend(_Extending):
 
         return [(_same, 0), (lambda m: grouped(m) + near - near // group, 1)], [_same, grouped]
 
-    def zone(self, m: Tensor, n: Tensor, host: Host) -> Tensor:
-        return (m - n >= self.near(host)).long()
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Rectified(_Extending):
@@ -134,9 +134,6 @@ class _Rectified(_Extending):
 
     log_scale: bool = flag(False)
     """Multiply scores with max(1, ln(m + 1) / ln L0)."""
-
-    def zone(self, m: Tensor, n: Tensor, host: Host) -> Tensor:
-        return (m - n >= self.near(host)).long()
 
     def sharpness(self, m: Tensor, host: Host) -> Tensor | None:
         return log_length(self.reach(m), host.rotary.trained_length) if self.log_scale else None
