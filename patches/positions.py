@@ -16,6 +16,7 @@ from rope_ext.encodings.embedding import EmbeddingMethod
 from rope_ext.encodings.qk import QkMethod, StaticTable
 from rope_ext.encodings.raw import Encoder, Host, RawMethod
 from rope_ext.encodings.rotary import RotaryMethod
+from rope_ext.encodings.scores import ZonedMethod
 
 from .rotary_module import PatchedRotary
 
@@ -113,7 +114,7 @@ def raw_form(method: Any) -> Any:
 
 def keeps_mapped(form: Any) -> bool:
     """Whether mapped keys are worth keeping: they stay the same from one decoding step to the next."""
-    return isinstance(form, QkMethod) and not (form.learns or form.sinks or form.global_tokens)
+    return isinstance(form, (QkMethod, ZonedMethod)) and not (form.learns or form.sinks or form.global_tokens)
 
 
 class GuardedRotary(PatchedRotary):
@@ -157,6 +158,9 @@ def attention_note(method: Any, model: PreTrainedModel, causal: bool) -> str:
     """What ``describe`` says of the backend: for a long forward, and for training what the method learns."""
     if isinstance(method, QkMethod) and not method.sinks and not method.global_tokens:
         return "mapped: queries and raw keys are mapped by their positions, then the usual kernels"
+    device = next(model.parameters()).device.type
+    if isinstance(method, ZonedMethod) and not method.sinks and not method.global_tokens and device == "cpu":
+        return "zoned: queries and raw keys are turned for each zone, then fused kernels zone by zone"
     if isinstance(method, RawMethod):
         return "blockwise: scores are computed from raw queries and keys, a block of queries at a time"
     bias = method if isinstance(method, BiasMethod) else None

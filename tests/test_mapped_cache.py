@@ -9,10 +9,11 @@ from tolerances import LOGITS
 from transformers import DynamicCache
 
 from rope_ext import patch_model, registry, unpatch_model
-from rope_ext.attention import staged
+from rope_ext.attention import staged, zoned
 from rope_ext.attention.mapped_cache import MappedLayer
 
 HOSTS = [("llama", "dynamic_longrope"), ("bloom", "xpos"), ("qwen3", "dynamic"), ("llama", "dynamic_yarn")]
+HOSTS += [("llama", "self_extend"), ("qwen3", "dca"), ("bloom", "rerope")]
 hosts = pytest.mark.parametrize(("host", "method"), HOSTS)
 
 
@@ -34,8 +35,8 @@ def mapped(monkeypatch):
     counts = []
     once = MappedLayer.mapped
 
-    def counted(self, stage, keys, turn):
-        return once(self, stage, keys, lambda start: (counts.append(keys.shape[2] - start), turn(start))[1])
+    def counted(self, form, stage, keys, turn):
+        return once(self, form, stage, keys, lambda start: (counts.append(keys.shape[2] - start), turn(start))[1])
 
     monkeypatch.setattr(MappedLayer, "mapped", counted)
     return counts
@@ -52,6 +53,16 @@ def test_a_step_within_a_stage_maps_its_own_key_only(mapped):
         assert mapped == [at + 1 if new_stage else 1] * 2, at
 
 
+@pytest.mark.parametrize(("method", "forms"), [("self_extend", 2), ("rerope", 1), ("leaky_rerope", 2), ("dca", 1)])
+def test_a_step_of_a_zoned_method_turns_its_own_key_only(method, forms, mapped):
+    model, x = patched("llama", method), ids(40)
+    _, cache = step(model, x[:, :30], DynamicCache(config=model.config))
+    for at in range(30, 40):
+        mapped.clear()
+        step(model, x[:, at : at + 1], cache)
+        assert mapped == [1] * forms * 2 or at == 30, at
+
+
 @hosts
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generate_gives_what_it_gives_without(host, method, beams, monkeypatch):
@@ -59,7 +70,8 @@ def test_generate_gives_what_it_gives_without(host, method, beams, monkeypatch):
     asked = {"max_new_tokens": 24, "num_beams": beams, "do_sample": False, "eos_token_id": None}
     x = ids(TRAINED - 8, rows=2)
     found = model.generate(x, **asked)
-    monkeypatch.setattr(staged, "holder_of", lambda keys: None)
+    for way in (staged, zoned):
+        monkeypatch.setattr(way, "holder_of", lambda keys: None)
     assert torch.equal(found, model.generate(x, **asked))
 
 

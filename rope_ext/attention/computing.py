@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from rope_ext.attention import blockwise, cuda, staged, toeplitz
+from rope_ext.attention import blockwise, cuda, staged, toeplitz, zoned
 from rope_ext.attention.choosing import choose
 from rope_ext.attention.layout import Layout, Run
 from rope_ext.attention.tables import dense
@@ -76,7 +76,7 @@ def attend(
             return sdpa(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=True)
         if choice.way == "blockwise":
             if kind == "runs" and layout.window is not None:
-                return by_runs(query, key, value, layout, method, scale, dropout)
+                return by_runs(layout.runs(), query, key, value, layout, method, scale, dropout)
             return blockwise.attend(query, (key,), value, layout, method, scale, dropout)
         if choice.way == "flex":
             return cuda.flex(query, key, value, layout, method, scale)
@@ -90,13 +90,21 @@ def attend(
 def _attend_raw(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, encoder: Encoder, scale: float, dropout: float
 ) -> Tensor:
-    """Raw keys: stage by stage where queries share maps, else block by block."""
+    """Raw keys: stage by stage or zone by zone where that makes fused kernels do, else block by block."""
     kind = layout.kind
     if kind == "runs":
-        return by_runs(query, key, value, layout, encoder, scale, dropout)
-    if isinstance(encoder.method, QkMethod) and kind == "plain" and not layout.sinks and not layout.global_tokens:
-        plain = partial(attend, method=None, scale=scale, dropout=dropout)
-        return staged.attend(plain, query, key, value, layout, encoder)
+        return by_runs(layout.runs(), query, key, value, layout, encoder, scale, dropout)
+    if kind == "plain" and not layout.sinks and not layout.global_tokens:
+        if len(layout.key_positions(query.device)) > 1:  # sliding caches of padded rows: each row counts for itself
+            queries, keys = slice(0, layout.q_length), slice(0, layout.kv_length)
+            rows = [Run(slice(row, row + 1), queries, keys) for row in range(layout.batch)]
+            return by_runs(rows, query, key, value, layout, encoder, scale, dropout)
+        if isinstance(encoder.method, QkMethod):
+            plain = partial(attend, method=None, scale=scale, dropout=dropout)
+            return staged.attend(plain, query, key, value, layout, encoder)
+        plan = zoned.plan(query, value, layout, encoder, dropout)
+        if plan is not None:
+            return zoned.attend(query, key, value, layout, encoder, scale, plan)
     encoder, keys = prepared(key, layout, encoder)
     return blockwise.attend(query, keys, value, layout, encoder, scale, dropout)
 
@@ -110,6 +118,7 @@ def prepared(key: Tensor, layout: Layout, encoder: Encoder) -> tuple[Encoder, bl
 
 
 def by_runs(
+    runs: list[Run],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -120,7 +129,7 @@ def by_runs(
 ) -> Tensor:
     """Padded rows and packed documents, each as a call of its own."""
     output = query.new_zeros(query.shape)
-    for run in layout.runs():
+    for run in runs:
         if not layout.causal:  # an encoder's runs have all queries, those of padding too
             run = Run(run.rows, slice(run.keys.start - layout.offset, run.keys.stop - layout.offset), run.keys)
         q, (k, v) = query[run.rows, :, run.queries], (part[run.rows, :, run.keys] for part in (key, value))

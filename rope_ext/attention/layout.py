@@ -14,6 +14,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 Made = TypeVar("Made")
 
+SHARED_BYTES = 128 * 2**20
+"""What tables of one call may take while its layers share them."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -198,8 +201,10 @@ class Layout(BlockMask):
             return own.expand(-1, -1, places.shape[-1])
         return torch.where(places < self.sinks, own.clamp(max=self.window + self.sinks - 1), own)
 
-    def once(self, name: Any, make: Callable[[], Made]) -> Made:
-        """What ``make`` gives, made for the first of the layers that share this layout."""
+    def once(self, name: Any, make: Callable[[], Made], keep: bool = True) -> Made:
+        """What ``make`` gives, made for the first of the layers that share this layout; or for each, if not kept."""
+        if not keep:
+            return make()
         if name not in self._made:
             self._made[name] = make()
         found: Made = self._made[name]

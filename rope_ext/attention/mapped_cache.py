@@ -1,13 +1,15 @@
 """Cached keys that stay mapped from one decoding step to the next, beside the raw ones.
 
-While queries stay in one stage of a qk method, a step has to map its own keys only. The mapped keys live in the cache
-layer and are worth what its raw keys are worth: whoever replaces those (beams, crops, another prompt) has dropped them.
+While queries stay in one stage of a qk method, and always with a zoned one, a step has to map its own keys only. Mapped
+keys live in the cache layer and are worth what its raw keys are worth: whoever replaces those (beams, crops, another
+prompt) has dropped them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +23,22 @@ HOLDER = "_rope_ext_holder"
 """The attribute of a key tensor that refers to the cache layer it comes from."""
 
 
+@dataclass
+class _Form:
+    """Keys as one stage maps them: the first ``done``, in room for more."""
+
+    stage: Any
+    done: int
+    keys: Tensor
+
+
 class MappedLayer(DynamicLayer):
     """A growing cache layer, as transformers has it, that can also hold its keys as a stage of a method maps them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._known: Tensor | None = None
-        self._stage: Any = None
-        self._done = 0
-        self._mapped: Tensor | None = None
+        self._forms: dict[int, _Form] = {}
 
     @classmethod
     def taking_over(cls, layer: DynamicLayer) -> MappedLayer:
@@ -41,26 +50,26 @@ class MappedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As transformers' own; the keys that it gives know where they are kept."""
         if self.keys is not self._known:
-            self._stage, self._mapped = None, None
+            self._forms.clear()
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self._known = keys
         setattr(keys, HOLDER, weakref.ref(self))
         return keys, values
 
-    def mapped(self, stage: Any, keys: Tensor, turn: Callable[[int], Tensor]) -> Tensor:
-        """All keys as queries of ``stage`` see them; ``turn(start)`` maps those from ``start`` on."""
+    def mapped(self, form: int, stage: Any, keys: Tensor, turn: Callable[[int], Tensor]) -> Tensor:
+        """All keys in one of the forms that queries of ``stage`` see; ``turn(start)`` maps those from ``start`` on."""
         length = keys.shape[2]
-        if self._stage != stage or self._mapped is None or self._done > length:
-            self._stage, self._done, self._mapped = stage, 0, None
-        if self._mapped is None or self._mapped.shape[2] < length:
+        held = self._forms.get(form)
+        if held is None or held.stage != stage or held.done > length:
+            held = self._forms[form] = _Form(stage, 0, keys[:, :, :0])
+        if held.keys.shape[2] < length:
             room = keys.new_empty(*keys.shape[:2], length + max(64, length // 8), keys.shape[3])
-            if self._mapped is not None:
-                room[:, :, : self._done] = self._mapped[:, :, : self._done]
-            self._mapped = room
-        if self._done < length:
-            self._mapped[:, :, self._done : length] = turn(self._done)
-            self._done = length
-        return self._mapped[:, :, :length]
+            room[:, :, : held.done] = held.keys[:, :, : held.done]
+            held.keys = room
+        if held.done < length:
+            held.keys[:, :, held.done : length] = turn(held.done)
+            held.done = length
+        return held.keys[:, :, :length]
 
 
 def holder_of(keys: Tensor) -> MappedLayer | None:

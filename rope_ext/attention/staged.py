@@ -15,28 +15,23 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext.attention.layout import Layout, Run
+from rope_ext.attention.layout import SHARED_BYTES, Layout
 from rope_ext.attention.mapped_cache import holder_of
 from rope_ext.encodings.qk import QkMethod
 from rope_ext.encodings.raw import Encoder, Factors, turned_by
-
-SHARED_BYTES = 128 * 2**20
-"""What the factors of one call may take while its layers share them."""
 
 Plain = Callable[[Tensor, Tensor, Tensor, Layout], Tensor]
 """Attention of mapped queries and keys: (query, key, value, layout) -> output."""
 
 
 def attend(plain: Plain, query: Tensor, key: Tensor, value: Tensor, layout: Layout, encoder: Encoder) -> Tensor:
-    """See :mod:`rope_ext.attention.computing`; the layout is "plain", without sinks or global tokens."""
+    """See :mod:`rope_ext.attention.computing`; the layout is "plain", without sinks or global tokens, and all its
+    rows have the same positions.
+    """
     method = encoder.method
     assert isinstance(method, QkMethod)
     places = layout.key_positions(query.device)
-    queries, keys = slice(0, layout.q_length), slice(0, layout.kv_length)
-    if len(places) > 1:  # sliding caches of padded rows: each row counts for itself
-        runs = [Run(slice(row, row + 1), queries, keys) for row in range(layout.batch)]
-        rows = [(query[run.rows], key[run.rows], value[run.rows], layout.of_run(run)) for run in runs]
-        return torch.cat([attend(plain, *row, encoder) for row in rows])
+    keys = slice(0, layout.kv_length)
     own = layout.query_positions(query.device)
     pieces = layout.once((method, "pieces"), lambda: _pieces(method.stages_of(encoder, own, places)[0]))
     again = torch.is_grad_enabled() and len(pieces) > 1  # else every piece would keep keys of its own for the backward
@@ -44,7 +39,7 @@ def attend(plain: Plain, query: Tensor, key: Tensor, value: Tensor, layout: Layo
     layers_share = not encoder.parameters and size <= SHARED_BYTES
 
     def shared(name: Any, make: Callable[[], Factors]) -> Factors:
-        return layout.once((method, name), make) if layers_share else make()
+        return layout.once((method, name), make, keep=layers_share)
 
     def piece(rows: slice, stage: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         columns = layout.columns(rows)
@@ -57,7 +52,7 @@ def attend(plain: Plain, query: Tensor, key: Tensor, value: Tensor, layout: Layo
 
         alone = not encoder.parameters and len(pieces) == 1 and columns == keys
         holder = holder_of(key) if alone else None
-        k = turned(0) if holder is None else holder.mapped((method, stage), key, turned)
+        k = turned(0) if holder is None else holder.mapped(0, (method, stage), key, turned)
         factors = partial(method.query_factors, encoder, own[:, rows], stage)
         q = turned_by(query[:, :, rows], *shared(stage, factors))
         part = Layout(

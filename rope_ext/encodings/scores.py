@@ -19,11 +19,15 @@ import torch
 from torch import Tensor
 
 from rope_ext.config import FineTuning, flag, integer, number
-from rope_ext.encodings.raw import Encoder, Host, Pairs, RawMethod, log_length, products, rotation, turned_by
+from rope_ext.encodings.raw import Encoder, Factors, Host, Pairs, RawMethod, log_length, products, rotation, turned_by
 from rope_ext.encodings.rotary import schedule
 
 Moved = Callable[[Tensor], Tensor]
 """From positions in the text to positions of the rotation; whole or fractional."""
+
+Zones = tuple[list[tuple[Moved, int]], list[Moved | None]]
+"""(for each zone, the nearest first: where its queries are turned to, which form of the keys it reads;
+the forms of the keys: where they are turned to, or None for as they are)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,43 +39,63 @@ class ScoreMethod(RawMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class ZonedMethod(ScoreMethod):
-    """Base of the methods that rotate at other positions from zone to zone of the pairs (m, n)."""
+    """Base of the methods that rotate at other positions from zone to zone of the pairs (m, n).
+
+    A new method defines ``zones`` and ``edges``. Each zone takes one range of keys of a query.
+    """
 
     fine_tuning: ClassVar[FineTuning] = "not needed"
 
     @abstractmethod
-    def zones(self, host: Host) -> tuple[list[tuple[Moved, int]], list[Moved]]:
-        """(for each zone: where its queries are turned to, which form of the keys it reads; the forms of the keys)."""
+    def zones(self, host: Host) -> Zones:
+        """The zones, and the forms in which they read the keys."""
 
     @abstractmethod
-    def zone(self, m: Tensor, n: Tensor, host: Host) -> Tensor:
-        """The number of each pair's zone, of the shape that m and n broadcast to; n <= m, other pairs do not matter."""
+    def edges(self, m: Tensor, host: Host) -> list[Tensor]:
+        """For each zone but the last: the first position of a key that belongs to it, or to a nearer one, shape of m;
+        may be negative.
+        """
 
     def sharpness(self, m: Tensor, host: Host) -> Tensor | None:
         """What scores of a query at m are multiplied with."""
         return None
 
-    def keys(self, encoder: Encoder, key: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+    def query_factors(self, encoder: Encoder, m: Tensor, zone: int) -> Factors:
+        """For queries at positions m (1 or batch, queries), as they look at keys of the zone."""
+        return self._rotation(encoder, self.zones(encoder.host)[0][zone][0](m))
+
+    def key_factors(self, encoder: Encoder, n: Tensor, form: int) -> Factors:
+        """For keys at positions n (1 or batch, keys), in a form that is not None."""
+        moved = self.zones(encoder.host)[1][form]
+        assert moved is not None
+        return self._rotation(encoder, moved(n))
+
+    def _rotation(self, encoder: Encoder, positions: Tensor) -> Factors:
         rotary = encoder.host.rotary
-        theta = schedule(rotary.dim, rotary.base)
-        return tuple(turned_by(key, *rotation(moved(n), theta)) for moved in self.zones(encoder.host)[1])
+        return rotation(positions, schedule(rotary.dim, rotary.base))
+
+    def keys(self, encoder: Encoder, key: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+        forms = self.zones(encoder.host)[1]
+        return tuple(
+            key if moved is None else turned_by(key, *self.key_factors(encoder, n, form))
+            for form, moved in enumerate(forms)
+        )
 
     def scores(self, encoder: Encoder, query: Tensor, keys: tuple[Tensor, ...], pairs: Pairs) -> Tensor:
         m, n, scale, seen = pairs
-        rotary = encoder.host.rotary
-        theta = schedule(rotary.dim, rotary.base)
         sharper = self.sharpness(m, encoder.host)
         factor = scale if sharper is None else sharper[:, None, :, None] * scale
-        zone_of = self.zone(m[:, :, None], n[:, None, :], encoder.host)
+        beyond = [n[:, None, :] < edge[:, :, None] for edge in self.edges(m, encoder.host)]
+        zone_of = torch.stack(beyond).sum(0)
         out = query.new_zeros(*query.shape[:3], keys[0].shape[2], dtype=torch.float32)
-        for zone, (moved, form) in enumerate(self.zones(encoder.host)[0]):
+        for zone, (_, form) in enumerate(self.zones(encoder.host)[0]):
             here = (zone_of == zone)[:, None] & seen
             columns = torch.nonzero(here.flatten(0, -2).any(0)).flatten()
             if not len(columns):
                 continue
             span = slice(int(columns[0]), int(columns[-1]) + 1)
-            part = products(turned_by(query.float(), *rotation(moved(m), theta)) * factor, keys[form][:, :, span])
-            out[..., span] = torch.where(here[..., span], part, out[..., span])
+            turned = turned_by(query.float(), *self.query_factors(encoder, m, zone)) * factor
+            out[..., span] = torch.where(here[..., span], products(turned, keys[form][:, :, span]), out[..., span])
         return out
 
 
@@ -96,8 +120,8 @@ class _Extending(ZonedMethod):
         """W in tokens."""
         return self.neighbor_window or max(1, host.rotary.trained_length // 4)
 
-    def zone(self, m: Tensor, n: Tensor, host: Host) -> Tensor:
-        return (m - n >= self.near(host)).long()
+    def edges(self, m: Tensor, host: Host) -> list[Tensor]:
+        return [m - self.near(host) + 1]
 
     def squeeze(self, host: Host) -> float:
         """How much distances beyond W have to shrink, so that the target length stays within 3/4 of the trained one."""
@@ -119,7 +143,7 @@ class SelfExtend(_Extending):
         """G in tokens."""
         return self.group_size or math.ceil(self.squeeze(host))
 
-    def zones(self, host: Host) -> tuple[list[tuple[Moved, int]], list[Moved]]:
+    def zones(self, host: Host) -> Zones:
         near, group = self.near(host), self.group(host)
 
         def grouped(positions: Tensor) -> Tensor:
@@ -152,9 +176,9 @@ class ReRope(_Rectified):
     def near(self, host: Host) -> int:
         return self.neighbor_window or max(1, host.rotary.trained_length // 2)
 
-    def zones(self, host: Host) -> tuple[list[tuple[Moved, int]], list[Moved]]:
+    def zones(self, host: Host) -> Zones:
         near = self.near(host)
-        return [(_same, 0), (lambda m: torch.full_like(m, near), 1)], [_same, torch.zeros_like]
+        return [(_same, 0), (lambda m: torch.full_like(m, near), 1)], [_same, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +191,7 @@ class LeakyReRope(_Rectified):
     leak: float | None = number(None, at_least=1, at_most=1e9)
     """k; by default the smallest that keeps the target length within 3/4 of the trained one."""
 
-    def zones(self, host: Host) -> tuple[list[tuple[Moved, int]], list[Moved]]:
+    def zones(self, host: Host) -> Zones:
         near, leak = self.near(host), self.leak or self.squeeze(host)
         return [(_same, 0), (lambda m: near + (m - near) / leak, 1)], [_same, lambda n: n / leak]
 
@@ -205,7 +229,7 @@ class DualChunk(ZonedMethod):
                 f"dca: option `local_window`={size - chunk} must be smaller than `chunk_size`={size}; lower it."
             )
 
-    def zones(self, host: Host) -> tuple[list[tuple[Moved, int]], list[Moved]]:
+    def zones(self, host: Host) -> Zones:
         size, chunk = self.sizes(host)
         return [
             (lambda m: m % chunk, 0),
@@ -213,10 +237,9 @@ class DualChunk(ZonedMethod):
             (lambda m: torch.full_like(m, min(2 * chunk - 1, size)), 0),
         ], [lambda n: n % chunk]
 
-    def zone(self, m: Tensor, n: Tensor, host: Host) -> Tensor:
+    def edges(self, m: Tensor, host: Host) -> list[Tensor]:
         chunk = self.sizes(host)[1]
-        apart = torch.div(m, chunk, rounding_mode="floor") - torch.div(n, chunk, rounding_mode="floor")
-        return apart.clamp(0, 2)
+        return [m - m % chunk, m - m % chunk - chunk]
 
 
 @dataclass(frozen=True, kw_only=True)
