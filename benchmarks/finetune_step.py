@@ -22,6 +22,7 @@ import torch
 from resident import start_of_peak
 
 from rope_ext.models import load
+from rope_ext.training.memory import prepare_allocator
 
 SIDES = ("ours", "trainer", "trainer-plain", "trl")
 
@@ -46,9 +47,7 @@ def ours(model: Any, tokenizer: Any, lengths: list[int]) -> list[float]:
 
     from rope_ext.recipes.finetune import kept_attention
     from rope_ext.training.loss import language_model_loss
-    from rope_ext.training.memory import return_freed_memory
 
-    return_freed_memory()
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": kept_attention})
     model = get_peft_model(model, lora()).train()
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-4)
@@ -125,6 +124,8 @@ def in_order(make: Any) -> Any:
 
 
 def measure(side: str, length: int) -> dict[str, float]:
+    if side == "ours":
+        prepare_allocator()
     model, tokenizer = load("smollm2", dtype="float32", device="cpu")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -40,7 +40,7 @@ from rope_ext.evals.tasks.perplexity import Perplexity
 from rope_ext.models import load
 from rope_ext.training import data as rows_of
 from rope_ext.training.loss import IGNORED, language_model_loss
-from rope_ext.training.memory import estimate, return_freed_memory
+from rope_ext.training.memory import estimate, prepare_allocator
 from rope_ext.training.s2 import shifted_sparse_attention
 
 
@@ -341,7 +341,7 @@ def evaluate(settings: Settings, model: nn.Module, tokenizer: Any, length: int) 
 
 def train(settings: Settings) -> Path:
     """One run, from settings to a saved adapter; returns the folder it is in."""
-    return_freed_memory()
+    prepare_allocator()
     out = Path(settings.out)
     mixed = "bf16" if settings.dtype == "bfloat16" else "no"
     world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -280,9 +280,9 @@ def test_freed_memory_is_returned():
     script = """
 import sys, torch
 from pathlib import Path
-from rope_ext.training.memory import return_freed_memory
+from rope_ext.training.memory import prepare_allocator
 if sys.argv[1] == "yes":
-    return_freed_memory()
+    prepare_allocator()
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 torch.ones(8 * 2**20)  # glibc raises its threshold once a large block is freed

@@ -96,8 +96,8 @@ def _attend_raw(
         return by_runs(layout.runs(), query, key, value, layout, encoder, scale, dropout)
     if kind == "plain" and not layout.sinks and not layout.global_tokens:
         if len(layout.key_positions(query.device)) > 1:  # sliding caches of padded rows: each row counts for itself
-            queries, keys = slice(0, layout.q_length), slice(0, layout.kv_length)
-            rows = [Run(slice(row, row + 1), queries, keys) for row in range(layout.batch)]
+            whole = slice(0, layout.q_length), slice(0, layout.kv_length)
+            rows = [Run(slice(row, row + 1), *whole) for row in range(layout.batch)]
             return by_runs(rows, query, key, value, layout, encoder, scale, dropout)
         if isinstance(encoder.method, QkMethod):
             plain = partial(attend, method=None, scale=scale, dropout=dropout)
