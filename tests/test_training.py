@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import FAMILIES, TRAINED, build, ids
+from conftest import FAMILIES, TRAINED, build, ids, options
 from tolerances import GRADIENT, LOGITS
 from torch.nn import functional as F
 
@@ -305,12 +305,16 @@ print(resident() - before)
     assert found["yes"] <= found["no"]
 
 
-@pytest.mark.parametrize("host", ["llama", "bloom", "t5"])
-def test_what_is_kept_instead_of_computed_again_changes_no_gradient(host):
+@pytest.mark.parametrize(
+    ("host", "method"), [("llama", None), ("bloom", None), ("t5", None), ("llama", "self_extend"), ("qwen3", "dca")]
+)
+def test_what_is_kept_instead_of_computed_again_changes_no_gradient(host, method):
     plain = {"dropout_rate": 0.0} if host == "t5" else {}
 
     def gradients(settings):
         model, x = build(host, **plain).train(), ids(70)
+        if method is not None:
+            patch_model(model, method, **options(method, model))
         if settings is not None:
             model.gradient_checkpointing_enable(settings)
         asked = {"input_ids": ids(30, seed=5)} if host == "t5" else {"input_ids": x}
