@@ -145,6 +145,9 @@ def test_gradients_equal_those_block_by_block(case, monkeypatch):
         assert (found - exact).abs().max() < GRADIENT * max(1, exact.abs().max())
     off = gradients(case, **FAULTS[case])[0]
     assert (off - truth[0]).abs().max() > 10 * GRADIENT
+    for found, exact in zip(gradients(case, torch.float64), truth, strict=True):
+        assert found.dtype == torch.float64
+        assert (found - exact).abs().max() < GRADIENT * max(1, exact.abs().max())
 
 
 @every
@@ -182,4 +185,4 @@ def test_small_tiles_and_what_kernels_lack_are_computed_block_by_block(case):
     assert zoned.plan(q.to("meta"), v.to("meta"), layout, made, 0.0) is None
     assert zoned.plan(q, v, Layout(1, N, N, causal=True), encoder("shaw"), 0.0) is None
     many = zoned.plan(q, v, layout, made, 0.0)
-    assert many is None or len(many) <= 8 + N // zoned.SMALLEST
+    assert many is None or len(many.parts) <= 8 + N // zoned.SMALLEST

@@ -8,8 +8,8 @@ attention. Kernels that give the log-sum-exp are taken on the CPU only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,19 @@ from rope_ext.encodings.scores import ZonedMethod
 SMALLEST = 32
 """Tokens: where zones are cut smaller than that on average, fused kernels gain nothing."""
 
-Plan = list[tuple[Tile, int, int]]
-"""(a tile, the zone that its queries are turned for, the form of the keys that it reads)."""
+
+class Plan(NamedTuple):
+    """How a call is computed.
+
+    Attributes:
+        parts: (a tile, the zone that its queries are turned for, the form of the keys that it reads).
+        zones, forms: those that occur.
+    """
+
+    parts: list[tuple[Tile, int, int]]
+    zones: list[int]
+    forms: list[int]
+
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -41,7 +52,7 @@ def plan(query: Tensor, value: Tensor, layout: Layout, encoder: Encoder, dropout
     if query.shape[-1] != value.shape[-1]:
         return None
     found = layout.once((method, "plan"), lambda: _plan(layout, encoder))
-    return found if (len(found) - 8) * SMALLEST <= layout.q_length else None
+    return found if (len(found.parts) - 8) * SMALLEST <= layout.q_length else None
 
 
 def _plan(layout: Layout, encoder: Encoder) -> Plan:
@@ -51,15 +62,15 @@ def _plan(layout: Layout, encoder: Encoder) -> Plan:
     first = int(layout.key_positions(device)[0, 0])
     last = torch.arange(layout.offset, layout.offset + layout.q_length) + 1
     seen = torch.zeros_like(last) if layout.window is None else (last - layout.window).clamp(min=0)
-    found: Plan = []
+    parts: list[tuple[Tile, int, int]] = []
     high = last
     edges = [edge[0] - first for edge in method.edges(layout.query_positions(device), encoder.host)]
     for zone, edge in enumerate([*edges, seen]):
         low = torch.minimum(torch.maximum(edge, seen), high)
         form = method.zones(encoder.host)[0][zone][1]
-        found += [(tile, zone, form) for tile in tiles(low, high)]
+        parts += [(tile, zone, form) for tile in tiles(low, high)]
         high = low
-    return found
+    return Plan(parts, sorted({zone for _, zone, _ in parts}), sorted({form for _, _, form in parts}))
 
 
 def attend(
@@ -69,8 +80,8 @@ def attend(
     method = encoder.method
     assert isinstance(method, ZonedMethod)
     own, places = layout.query_positions(query.device), layout.key_positions(query.device)
-    zones, forms = method.zones(encoder.host)
-    layers_share = 8 * (len(zones) + len(forms)) * layout.kv_length * encoder.host.rotary.dim <= SHARED_BYTES
+    forms = method.zones(encoder.host)[1]
+    layers_share = 8 * (len(plan.zones) + len(plan.forms)) * layout.kv_length * encoder.host.rotary.dim <= SHARED_BYTES
     holder = holder_of(key)
 
     def shared(name: Any, make: Callable[[], Factors]) -> Factors:
@@ -91,8 +102,7 @@ def attend(
 
     sharper = method.sharpness(own, encoder.host)
     sharper = None if sharper is None else sharper[:, None, :, None]
-    ready = [queries(zone) for zone in range(len(zones))], [keys(form) for form in range(len(forms))]
-    output: Tensor = _Joined.apply((plan, scale, len(zones)), value, *ready[0], *ready[1])
+    output: Tensor = _Joined.apply((plan, scale), value, *map(queries, plan.zones), *map(keys, plan.forms))
     return output
 
 
@@ -117,15 +127,12 @@ def _whole(x: Tensor, like: Tensor, tile: Tile) -> Tensor:
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: tuple[Plan, float, int], value: Tensor, *turned: Tensor) -> Tensor:
-        plan, scale, zones = given
-        query = turned[0]
-        total = torch.zeros_like(query, dtype=torch.float32)
-        logsum = torch.full(query.shape[:3], -torch.inf)
-        for tile, zone, form in plan:
-            heads = value.shape[1] if tile.shape == "full" else query.shape[1]
-            q = _part(turned[zone], tile.rows, heads, tile)
-            k, v = (_part(x, tile.columns, heads, tile) for x in (turned[zones + form], value))
+    def forward(ctx: Any, given: tuple[Plan, float], value: Tensor, *turned: Tensor) -> Tensor:
+        (plan, scale), query = given, turned[0]
+        precise = torch.promote_types(query.dtype, torch.float32)
+        total = torch.zeros_like(query, dtype=precise)
+        logsum = torch.full(query.shape[:3], -torch.inf, dtype=precise)
+        for tile, q, k, v, _ in _tiles_of(plan, query.shape[1], value, turned):
             output, own = _forward(q, k, v, 0.0, tile.shape != "full", scale=scale)
             so_far, sums = total[:, :, tile.rows], logsum[:, :, tile.rows]
             output, own = _whole(output, so_far, tile), _whole(own, sums, tile)
@@ -139,16 +146,26 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        plan, scale, zones = ctx.given
+        plan, scale = ctx.given
         total, logsum, value, *turned = ctx.saved_tensors
-        sums = [torch.zeros_like(x, dtype=torch.float32) for x in (value, *turned)]
-        for tile, zone, form in plan:
-            heads = value.shape[1] if tile.shape == "full" else total.shape[1]
-            q, out, log, up = (_part(x, tile.rows, heads, tile) for x in (turned[zone], total, logsum, gradients[0]))
-            k, v = (_part(x, tile.columns, heads, tile) for x in (turned[zones + form], value))
+        sums = [torch.zeros_like(x, dtype=logsum.dtype) for x in (value, *turned)]
+        for tile, q, k, v, (zone, form) in _tiles_of(plan, total.shape[1], value, turned):
+            out, log, up = (_part(x, tile.rows, k.shape[1], tile) for x in (total, logsum, gradients[0]))
             found = _backward(up, q, k, v, out, log, 0.0, tile.shape != "full", scale=scale)
-            places = (sums[1 + zone], tile.rows), (sums[1 + zones + form], tile.columns), (sums[0], tile.columns)
+            places = (sums[1 + zone], tile.rows), (sums[1 + form], tile.columns), (sums[0], tile.columns)
             for gradient, (target, where) in zip(found, places, strict=True):
                 part = target[:, :, where]
                 part += _whole(gradient, part, tile)
         return (None, *(s.to(x.dtype) for s, x in zip(sums, (value, *turned), strict=True)))
+
+
+def _tiles_of(
+    plan: Plan, heads: int, value: Tensor, turned: Sequence[Tensor]
+) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor, tuple[int, int]]]:
+    """(a tile, its queries, keys and values, which of ``turned`` the first two are part of)."""
+    for tile, zone, form in plan.parts:
+        which = plan.zones.index(zone), len(plan.zones) + plan.forms.index(form)
+        groups = value.shape[1] if tile.shape == "full" else heads
+        places = (turned[which[0]], tile.rows), (turned[which[1]], tile.columns), (value, tile.columns)
+        q, k, v = (_part(x, where, groups, tile) for x, where in places)
+        yield tile, q, k, v, which
