@@ -1,6 +1,9 @@
 """Keys that stay mapped between decoding steps: fewer to map, the same numbers, dropped when raw keys are replaced."""
 
 import copy
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -9,8 +12,8 @@ from tolerances import LOGITS
 from transformers import DynamicCache
 
 from rope_ext import patch_model, registry, unpatch_model
-from rope_ext.attention import staged, zoned
-from rope_ext.attention.mapped_cache import MappedLayer
+from rope_ext.attention import mapped_cache, staged, zoned
+from rope_ext.attention.mapped_cache import Mapped, MappedLayer
 
 HOSTS = [("llama", "dynamic_longrope"), ("bloom", "xpos"), ("qwen3", "dynamic"), ("llama", "dynamic_yarn")]
 HOSTS += [("llama", "self_extend"), ("qwen3", "dca"), ("bloom", "rerope")]
@@ -33,12 +36,12 @@ def step(model, x, cache):
 def mapped(monkeypatch):
     """How many keys each call maps."""
     counts = []
-    once = MappedLayer.mapped
+    once = Mapped.__call__
 
     def counted(self, form, stage, keys, turn):
         return once(self, form, stage, keys, lambda start: (counts.append(keys.shape[2] - start), turn(start))[1])
 
-    monkeypatch.setattr(MappedLayer, "mapped", counted)
+    monkeypatch.setattr(Mapped, "__call__", counted)
     return counts
 
 
@@ -71,7 +74,7 @@ def test_generate_gives_what_it_gives_without(host, method, beams, monkeypatch):
     x = ids(TRAINED - 8, rows=2)
     found = model.generate(x, **asked)
     for way in (staged, zoned):
-        monkeypatch.setattr(way, "holder_of", lambda keys: None)
+        monkeypatch.setattr(way, "mapped_of", lambda keys: None)
     assert torch.equal(found, model.generate(x, **asked))
 
 
@@ -96,16 +99,66 @@ def test_crops_copies_and_other_branches(host, method):
 
 
 def test_the_branch_check_fails_on_a_planted_fault(monkeypatch):
-    """Without the look at whether raw keys were replaced, mapped keys of cropped tokens would be used on."""
-    original = MappedLayer.update
+    """If mapped keys stayed with the layer, those of cropped tokens would be used on."""
+    original, kept = MappedLayer.update, {}
 
     def forgetful(self, *args, **kwargs):
-        self._known = self.keys
-        return original(self, *args, **kwargs)
+        if id(self) in kept:
+            mapped_cache._mapped[self.keys] = kept[id(self)]
+        keys, values = original(self, *args, **kwargs)
+        kept[id(self)] = mapped_cache._mapped[keys]
+        return keys, values
 
     monkeypatch.setattr(MappedLayer, "update", forgetful)
+    monkeypatch.setattr(mapped_cache, "_version", lambda keys: 0)
     with pytest.raises(AssertionError):
         test_crops_copies_and_other_branches("llama", "dynamic_longrope")
+
+
+@hosts
+def test_changes_in_place_pickles_and_the_end_of_inference_mode(host, method):
+    model, x = patched(host, method), ids(50)
+    with torch.inference_mode():
+        _, cache = step(model, x[:, :40], DynamicCache(config=model.config))
+        _, cache = step(model, x[:, 40:41], cache)
+    found, cache = step(model, x[:, 41:42], cache)
+    assert (found - logits(model, x[:, :42])[:, -1:]).abs().max() < LOGITS
+    step(model, x[:, 42:43], cache)
+    loaded = pickle.loads(pickle.dumps(cache))
+    assert len(pickle.dumps(cache)) < 1.1 * len(pickle.dumps([(layer.keys, layer.values) for layer in cache.layers]))
+    replaced = copy.deepcopy(cache)
+    for layer, other in zip(cache.layers, replaced.layers, strict=True):
+        layer.keys.mul_(0.5)
+        other.keys = other.keys * 0.5
+    same, changed, fresh = (step(model, x[:, 43:44], each)[0] for each in (loaded, cache, replaced))
+    assert (same - logits(model, x[:, :44])[:, -1:]).abs().max() < LOGITS
+    assert (changed - fresh).abs().max() < LOGITS
+    assert (changed - same).abs().max() > 10 * LOGITS
+
+
+def forms_of(cache):
+    return [mapped_cache._mapped[layer.keys].forms for layer in cache.layers]
+
+
+def test_nothing_is_kept_that_nobody_reads():
+    model, x = patched("llama", "self_extend"), ids(50)
+    _, cache = step(model, x[:, :40], DynamicCache(config=model.config))
+    step(model, x[:, 40:41], cache)
+    assert all(set(forms) == {0, 1} for forms in forms_of(cache))
+    patch_model(model, "dca")  # which has one form
+    step(model, x[:, 41:42], cache)
+    step(model, x[:, 42:43], cache)
+    assert all(set(forms) == {0} for forms in forms_of(cache))
+    unpatch_model(model)
+    step(model, x[:, 43:44], cache)
+    step(model, x[:, 44:45], cache)
+    assert not any(forms_of(cache))
+    raw = [weakref.ref(layer.keys) for layer in cache.layers]
+    held = len(mapped_cache._mapped)
+    cache.reorder_cache(torch.tensor([0]))
+    gc.collect()
+    assert not any(ref() is not None for ref in raw)
+    assert len(mapped_cache._mapped) == held - len(raw)
 
 
 def test_another_method_or_none_on_the_same_cache():

@@ -1,44 +1,75 @@
 """Cached keys that stay mapped from one decoding step to the next, beside the raw ones.
 
 While queries stay in one stage of a qk method, and always with a zoned one, a step has to map its own keys only. Mapped
-keys live in the cache layer and are worth what its raw keys are worth: whoever replaces those (beams, crops, another
-prompt) has dropped them.
+keys belong to the tensor of raw keys and live as long as it does: whoever replaces that (beams, crops, another prompt,
+a copy) has dropped them, and who changes it in place as well.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_ext.registry import compat
 
-HOLDER = "_rope_ext_holder"
-"""The attribute of a key tensor that refers to the cache layer it comes from."""
-
 
 @dataclass
 class _Form:
-    """Keys as one stage maps them: the first ``done``, in room for more."""
+    """Keys as one stage maps them: the first ``done``, in room for more; ``read``: in this step."""
 
     stage: Any
     done: int
     keys: Tensor
+    read: bool = True
+
+
+@dataclass
+class Mapped:
+    """What raw keys have been mapped to."""
+
+    version: int | None
+    forms: dict[int, _Form] = field(default_factory=dict)
+
+    def __call__(self, form: int, stage: Any, keys: Tensor, turn: Callable[[int], Tensor]) -> Tensor:
+        """All keys in one of the forms that queries of ``stage`` see; ``turn(start)`` maps those from ``start`` on."""
+        length = keys.shape[2]
+        held = self.forms.get(form)
+        if held is None or held.stage != stage or held.done > length or _is_frozen(held.keys):
+            held = self.forms[form] = _Form(stage, 0, keys[:, :, :0])
+        if held.keys.shape[2] < length:
+            room = keys.new_empty(*keys.shape[:2], length + max(64, length // 8), keys.shape[3])
+            room[:, :, : held.done] = held.keys[:, :, : held.done]
+            held.keys = room
+        if held.done < length:
+            held.keys[:, :, held.done : length] = turn(held.done)
+            held.done = length
+        held.read = True
+        return held.keys[:, :, :length]
+
+
+_mapped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Raw keys -> Mapped."""
+
+
+def _is_frozen(keys: Tensor) -> bool:
+    """Whether they were made in an inference mode that has ended."""
+    return keys.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def _version(keys: Tensor) -> int | None:
+    """Changes with the numbers; tensors of an inference mode do not count."""
+    return None if keys.is_inference() else keys._version
 
 
 class MappedLayer(DynamicLayer):
-    """A growing cache layer, as transformers has it, that can also hold its keys as a stage of a method maps them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: Tensor | None = None
-        self._forms: dict[int, _Form] = {}
+    """A growing cache layer, as transformers has it, whose keys take what they were mapped to along as they grow."""
 
     @classmethod
     def taking_over(cls, layer: DynamicLayer) -> MappedLayer:
@@ -48,35 +79,23 @@ class MappedLayer(DynamicLayer):
         return made
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As transformers' own; the keys that it gives know where they are kept."""
-        if self.keys is not self._known:
-            self._forms.clear()
+        """As transformers' own."""
+        before = getattr(self, "keys", None)
+        forms: dict[int, _Form] = {}
+        if isinstance(before, Tensor) and before in _mapped:
+            held = _mapped.pop(before)
+            if held.version == _version(before):
+                forms = {name: form for name, form in held.forms.items() if form.read}
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        self._known = keys
-        setattr(keys, HOLDER, weakref.ref(self))
+        for form in forms.values():
+            form.read = False
+        _mapped[keys] = Mapped(_version(keys), forms)
         return keys, values
 
-    def mapped(self, form: int, stage: Any, keys: Tensor, turn: Callable[[int], Tensor]) -> Tensor:
-        """All keys in one of the forms that queries of ``stage`` see; ``turn(start)`` maps those from ``start`` on."""
-        length = keys.shape[2]
-        held = self._forms.get(form)
-        if held is None or held.stage != stage or held.done > length:
-            held = self._forms[form] = _Form(stage, 0, keys[:, :, :0])
-        if held.keys.shape[2] < length:
-            room = keys.new_empty(*keys.shape[:2], length + max(64, length // 8), keys.shape[3])
-            room[:, :, : held.done] = held.keys[:, :, : held.done]
-            held.keys = room
-        if held.done < length:
-            held.keys[:, :, held.done : length] = turn(held.done)
-            held.done = length
-        return held.keys[:, :, :length]
 
-
-def holder_of(keys: Tensor) -> MappedLayer | None:
-    """The cache layer that these keys come from, all of them, if it can hold mapped ones."""
-    found = getattr(keys, HOLDER, None)
-    layer = found() if found is not None else None
-    return layer if layer is not None and layer.keys is keys and not torch.is_grad_enabled() else None
+def mapped_of(keys: Tensor) -> Mapped | None:
+    """What is kept with these keys, all of those that a cache layer holds; None where nothing can be."""
+    return None if torch.is_grad_enabled() else _mapped.get(keys)
 
 
 def keep_mapped(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

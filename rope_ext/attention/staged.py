@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext.attention.layout import SHARED_BYTES, Layout
-from rope_ext.attention.mapped_cache import holder_of
+from rope_ext.attention.mapped_cache import mapped_of
 from rope_ext.encodings.qk import QkMethod
 from rope_ext.encodings.raw import Encoder, Factors, turned_by
 
@@ -51,8 +51,8 @@ def attend(plain: Plain, query: Tensor, key: Tensor, value: Tensor, layout: Layo
             return turned_by(key[:, :, columns][:, :, start:], *shared((stage, start), factors))
 
         alone = not encoder.parameters and len(pieces) == 1 and columns == keys
-        holder = holder_of(key) if alone else None
-        k = turned(0) if holder is None else holder.mapped(0, (method, stage), key, turned)
+        kept = mapped_of(key) if alone else None
+        k = turned(0) if kept is None else kept(0, (method, stage), key, turned)
         factors = partial(method.query_factors, encoder, own[:, rows], stage)
         q = turned_by(query[:, :, rows], *shared(stage, factors))
         part = Layout(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rope_ext.attention.layout import SHARED_BYTES, Layout
-from rope_ext.attention.mapped_cache import holder_of
+from rope_ext.attention.mapped_cache import mapped_of
 from rope_ext.attention.tiles import Tile, tiles
 from rope_ext.encodings.raw import Encoder, Factors, turned_by
 from rope_ext.encodings.scores import ZonedMethod
@@ -82,7 +82,7 @@ def attend(
     own, places = layout.query_positions(query.device), layout.key_positions(query.device)
     forms = method.zones(encoder.host)[1]
     layers_share = 8 * (len(plan.zones) + len(plan.forms)) * layout.kv_length * encoder.host.rotary.dim <= SHARED_BYTES
-    holder = holder_of(key)
+    kept = mapped_of(key)
 
     def shared(name: Any, make: Callable[[], Factors]) -> Factors:
         return layout.once((method, name), make, keep=layers_share)
@@ -94,7 +94,7 @@ def attend(
 
         if forms[form] is None:
             return key
-        return turned(0) if holder is None else holder.mapped(form, method, key, turned)
+        return turned(0) if kept is None else kept(form, method, key, turned)
 
     def queries(zone: int) -> Tensor:
         factors = shared(("queries", zone), lambda: method.query_factors(encoder, own, zone))
