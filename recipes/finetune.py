@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def parse(arguments: list[str]) -> Settings:
         parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **kind)
     given = vars(parser.parse_args(arguments))
     path = given.pop("config", None)
-    written = (yaml.safe_load(path.read_text()) or {}) if path else {}
+    written = _written(path) if path else {}
     known = {field.name: field.type for field in dataclasses.fields(Settings)}
     for name, value in written.items():
         if name not in known:
@@ -108,16 +109,26 @@ def parse(arguments: list[str]) -> Settings:
         if not isinstance(value, right) or (isinstance(value, bool) and known[name] is not bool):
             raise SystemExit(f"{path}: setting {name!r} must be of type {known[name]}, got {value!r}.")
     if isinstance(given.get("option"), list):
-        pairs = [pair.partition("=") for pair in given["option"]]
-        given["option"] = {name: yaml.safe_load(value) for name, _, value in pairs}
+        given["option"] = dict(map(_option, given["option"]))
     settings = Settings(**{**written, **given})
     problems = {
         "schedule": settings.schedule not in ("cosine", "constant"),
         "dtype": settings.dtype not in ("float32", "bfloat16"),
+        "data": not settings.data,
         "train_length": settings.train_length < 8,
-        "max_steps": settings.max_steps < 1,
+        "target_length": settings.target_length < 0,
+        "lora_rank": settings.lora_rank < 1,
+        "lora_dropout": not 0 <= settings.lora_dropout < 1,
+        "global_batch": settings.global_batch < 1,
         "micro_batch": settings.micro_batch < 1 or settings.global_batch % settings.micro_batch != 0,
-        "lr": not settings.lr > 0,
+        "max_steps": settings.max_steps < 1,
+        "lr": not 0 < settings.lr < math.inf,
+        "warmup": settings.warmup < 0,
+        "max_norm": not settings.max_norm > 0,
+        "seed": not 0 <= settings.seed < 2**32,
+        "eval_every": settings.eval_every < 0,
+        "save_every": settings.save_every < 0,
+        "devices": settings.devices < 0,
         "tracker": settings.tracker not in ("none", *map(str, LoggerType)),
         "s2": settings.s2 and settings.train_length % 8 != 0,
     }
@@ -125,6 +136,27 @@ def parse(arguments: list[str]) -> Settings:
         if wrong:
             raise SystemExit(f"setting {name!r}: {getattr(settings, name)!r} is not possible; see --help.")
     return settings
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file."""
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SystemExit(f"config={str(path)!r} cannot be read as YAML: {error}") from error
+    if not isinstance(found, dict | None):
+        raise SystemExit(f"config={str(path)!r} must hold lines 'setting: value', got {type(found).__name__}.")
+    return found or {}
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    try:
+        if not (name and equals):
+            raise ValueError("no value")
+        return name, yaml.safe_load(value)
+    except (ValueError, yaml.YAMLError) as error:
+        raise SystemExit(f"option={text!r} is not NAME=VALUE: {error}") from error
 
 
 def patched_model(settings: Settings) -> tuple[Any, Any]:
@@ -253,11 +285,17 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+FREE = "resume out max_steps eval_every save_every tracker merge estimate devices micro_batch".split()
+"""Settings that may differ in the run that resumes; with another ``max_steps``, a cosine ends elsewhere."""
+
+
 class Checkpoint:
     """What a run needs to go on, in ``out/checkpoint``: always a whole one, the one before until the new one is."""
 
-    def __init__(self, out: Path, accelerator: Accelerator, module: nn.Module, optimizer: Any) -> None:
-        self.path, self.accelerator, self.module, self.optimizer = out / "checkpoint.pt", accelerator, module, optimizer
+    def __init__(self, settings: Settings, accelerator: Accelerator, module: nn.Module, optimizer: Any) -> None:
+        self.path, self.accelerator = Path(settings.out) / "checkpoint.pt", accelerator
+        self.module, self.optimizer = module, optimizer
+        self.settings = {name: value for name, value in vars(settings).items() if name not in FREE}
         self.sharded = accelerator.distributed_type.value in ("FSDP", "DEEPSPEED")
 
     def _trained(self) -> dict[str, Tensor]:
@@ -269,12 +307,12 @@ class Checkpoint:
         if self.sharded:
             folder = self.path.with_name(f"checkpoint-{step}")
             self.accelerator.save_state(str(folder))
-            state: dict[str, Any] = {"step": step, "folder": folder.name}
+            state: dict[str, Any] = {"folder": folder.name}
         else:
-            state = {"step": step, "trained": self._trained(), "optimizer": self.optimizer.state_dict()}
+            state = {"trained": self._trained(), "optimizer": self.optimizer.state_dict()}
         if self.accelerator.is_main_process:
             scratch = self.path.with_suffix(".tmp")
-            torch.save(state, scratch)
+            torch.save({"step": step, "settings": self.settings, **state}, scratch)
             os.replace(scratch, self.path)
         self.accelerator.wait_for_everyone()
 
@@ -282,7 +320,18 @@ class Checkpoint:
         """The number of steps done."""
         if not self.path.exists():
             return 0
-        state = torch.load(self.path, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(self.path, map_location="cpu", weights_only=True)
+            before = state["settings"]
+        except (RuntimeError, EOFError, KeyError, TypeError, UnpicklingError) as error:
+            raise SystemExit(
+                f"{self.path} is no checkpoint of this recipe, or damaged ({type(error).__name__}): remove it, or "
+                "choose another out."
+            ) from error
+        changed = [name for name, value in self.settings.items() if before.get(name) != value]
+        if changed:
+            listed = ", ".join(f"{name}={before.get(name)!r} (now {self.settings[name]!r})" for name in changed)
+            raise SystemExit(f"{self.path} was trained with {listed}: resume with the same, or choose another out.")
         if self.sharded:
             self.accelerator.load_state(str(self.path.with_name(state["folder"])))
         else:
@@ -293,6 +342,14 @@ class Checkpoint:
         return int(state["step"])
 
 
+def step_of(line: str) -> float:
+    """The step that a line of the log is about; infinite if the line is not whole."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
 class Log:
     """``out/log.jsonl``, one line per step; the progress bar; the tracker."""
 
@@ -300,7 +357,7 @@ class Log:
         self.path, self.accelerator = Path(settings.out) / "log.jsonl", accelerator
         if accelerator.is_main_process:
             lines = self.path.read_text().splitlines() if done and self.path.exists() else []
-            kept = [line for line in lines if json.loads(line)["step"] <= done]  # steps after the checkpoint come again
+            kept = [line for line in lines if step_of(line) <= done]  # steps after the checkpoint come again
             self.path.write_text("".join(f"{line}\n" for line in kept))
         hidden = not accelerator.is_main_process
         self.bar = tqdm(total=settings.max_steps, initial=done, unit="step", disable=hidden)
@@ -376,13 +433,16 @@ def train(settings: Settings) -> Path:
         raise SystemExit(f"out={settings.out!r} holds a checkpoint; pass --resume to go on, or choose another folder.")
 
     rows = Data(settings, tokenizer, encoder_decoder, target)
+    rows[0]  # an error of rows or of attention should come before anything is written
+    with attention_of(settings, model):
+        pass
     out.mkdir(parents=True, exist_ok=True)
     module: nn.Module = Loss(model)
     trained = [weight for weight in module.parameters() if weight.requires_grad]
     optimizer: Any = torch.optim.AdamW(trained, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
     module, optimizer = accelerator.prepare(module, optimizer)
     accelerator.init_trackers("rope_ext", config={k: v for k, v in vars(settings).items() if not isinstance(v, dict)})
-    checkpoint = Checkpoint(out, accelerator, module, optimizer)
+    checkpoint = Checkpoint(settings, accelerator, module, optimizer)
     done = checkpoint.load() if settings.resume else 0
     log = Log(settings, accelerator, done)
 
@@ -448,5 +508,18 @@ def save(
         print(made.message)
 
 
+def main() -> None:
+    """Errors are one line; ``ROPE_EXT_TRACEBACK=1`` shows where they come from."""
+    settings = parse(sys.argv[1:])
+    try:
+        train(settings)
+    except Exception as error:
+        if os.environ.get("ROPE_EXT_TRACEBACK"):
+            raise
+        refused = isinstance(error, (ValueError, TypeError, OSError, ImportError))
+        message = " ".join(f"{'' if refused else type(error).__name__ + ': '}{error}".split())
+        raise SystemExit(f"finetune: error: {message}") from None
+
+
 if __name__ == "__main__":
-    train(parse(sys.argv[1:]))
+    main()

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +138,31 @@ def test_a_folder_in_use_is_not_overwritten(plain):
     assert len(losses(out)) == 6
 
 
+def refused(out, **settings):
+    """The one line that a run ends with."""
+    done = subprocess.run(command(out, **settings), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_run_resumes_with_its_own_settings_only(plain, tmp_path):
+    out, run = plain[0], tmp_path / "run"
+    shutil.copytree(out, run)
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    said = refused(run, resume=True, max_steps=8, method="linear", lora_alpha=64)
+    assert "method='yarn' (now 'linear'), lora_alpha=32 (now 64)" in said
+    (run / "checkpoint.pt").write_bytes(before[run / "checkpoint.pt"][:1000])
+    assert "checkpoint.pt is no checkpoint of this recipe, or damaged" in refused(run, resume=True, max_steps=8)
+    (run / "checkpoint.pt").write_bytes(before[run / "checkpoint.pt"])
+    assert before == {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    with (run / "log.jsonl").open("a") as log:
+        log.write('{"step": 7, "lo')
+    finish(run, resume=True, max_steps=8)
+    assert losses(run)[:6] == losses(out)
+    assert len(losses(run)) == 8
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -222,6 +249,19 @@ def test_settings_come_from_the_command_over_the_file_over_the_defaults(tmp_path
         ({"global_batch": 3, "micro_batch": 2}, "'micro_batch'"),
         ({"dtype": "float8"}, "'dtype'"),
         ({"tracker": "notebook"}, "'tracker'"),
+        ({"global_batch": 0}, "'global_batch'"),
+        ({"lr": float("inf")}, "'lr'"),
+        ({"lora_rank": 0}, "'lora_rank'"),
+        ({"lora_dropout": 1.5}, "'lora_dropout'"),
+        ({"warmup": -1}, "'warmup'"),
+        ({"max_norm": 0.0}, "'max_norm'"),
+        ({"target_length": -5}, "'target_length'"),
+        ({"save_every": -1}, "'save_every'"),
+        ({"eval_every": -1}, "'eval_every'"),
+        ({"devices": -2}, "'devices'"),
+        ({"seed": -1}, "'seed'"),
+        ({"data": ""}, "'data'"),
+        (["pose"], "must hold lines 'setting: value'"),
     ],
 )
 def test_bad_settings_are_named(written, said, tmp_path):
@@ -229,6 +269,42 @@ def test_bad_settings_are_named(written, said, tmp_path):
     file.write_text(yaml.safe_dump(written))
     with pytest.raises(SystemExit, match=said):
         finetune.parse(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "nowhere.yaml"], "config='nowhere.yaml'"),
+        (["--config", "."], "config='.'"),
+        (["--option", "beta_fast"], "option='beta_fast' is not NAME=VALUE"),
+        (["--option", "beta_fast=[1"], "option='beta_fast="),
+    ],
+)
+def test_what_cannot_be_read_is_named(arguments, said):
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        finetune.parse(arguments)
+
+
+def test_a_broken_settings_file_is_named(tmp_path):
+    (tmp_path / "broken.yaml").write_text("pose: [1")
+    with pytest.raises(SystemExit, match=r"broken.yaml' cannot be read"):
+        finetune.parse(["--config", str(tmp_path / "broken.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"method": "yarm"}, "yarm"),
+        ({"data": "nowhere.txt"}, "data='nowhere.txt'"),
+        ({"pose": True, "target_length": 16}, "target_length=16 is shorter than train_length=64"),
+        ({"method": "dca", "s2": True, "factor": 0}, "s2"),
+    ],
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
+)
+def test_what_a_run_lacks_is_one_line_and_nothing_is_written(settings, said, tmp_path):
+    done = refused(tmp_path / "run", **settings)
+    assert said in done
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_option_of_the_command_fails(capsys):
