@@ -1,16 +1,18 @@
 """Zones by fused kernels: the tiles they are cut into, and attention from them, against loops; with planted faults."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from conftest import LargestTensor
-from test_raw_methods import CASES, FAULTS, HEADS, SCALE, N, computed, deviation, encoder, expected, tensors
+from test_raw_methods import CASES, FAULTS, HEADS, HOST, SCALE, N, computed, deviation, encoder, expected, tensors
 from tolerances import GRADIENT, OUTPUT, TWICE
 
 from rope_ext.attention import Layout, attend, blockwise, zoned
 from rope_ext.attention.tiles import tiles
-from rope_ext.encodings.scores import ZonedMethod
+from rope_ext.encodings.raw import Encoder
+from rope_ext.encodings.scores import DualChunk, LeakyReRope, ReRope, SelfExtend, ZonedMethod
 
 ZONED = [case for case, (method, _) in CASES.items() if isinstance(method, ZonedMethod)]
 every = pytest.mark.parametrize("case", ZONED)
@@ -102,6 +104,36 @@ def test_chunks_single_queries_and_windows_equal_the_loops(case, fused):
                 layout = Layout(1, b - a, b, offset=a, causal=True).patterned(*made.method.pattern)
                 part = attend(q[:, :, a:b], k[:, :, :b], v[:, :, :b], layout, made, SCALE)
                 assert deviation(part, truth[:, :, a:b]) < OUTPUT, (window, a, b)
+
+
+ODD = [
+    SelfExtend(neighbor_window=1, group_size=1),
+    SelfExtend(neighbor_window=2, group_size=50),
+    SelfExtend(neighbor_window=1000),
+    SelfExtend(factor=1),
+    ReRope(neighbor_window=1),
+    ReRope(neighbor_window=69, log_scale=True),
+    LeakyReRope(neighbor_window=1, leak=1e6),
+    LeakyReRope(neighbor_window=70),
+    DualChunk(chunk_size=2, local_window=1),
+    DualChunk(chunk_size=1000, local_window=999),
+    DualChunk(chunk_size=71, local_window=1),
+]
+
+
+@pytest.mark.parametrize("method", ODD, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 2, 30])
+def test_odd_options_equal_block_by_block(method, window, monkeypatch):
+    monkeypatch.setattr(zoned, "SMALLEST", 0)
+    q, k, v = tensors()
+    made = Encoder(replace(method, window=window), HOST, True)
+    for a, b in ((0, N), (33, 50), (69, 70)):
+        layout = Layout(1, b - a, b, offset=a, causal=True).patterned(*made.method.pattern)
+        given = q[:, :, a:b], k[:, :, :b], v[:, :, :b]
+        assert zoned.plan(given[0], given[2], layout, made, 0.0) is not None
+        keys = made.method.keys(made, given[1], layout.key_positions(q.device))
+        by_block = blockwise.attend(given[0], keys, given[2], layout, made, SCALE, 0.0)
+        assert deviation(attend(*given, layout, made, SCALE), by_block.double()) < OUTPUT
 
 
 @every
