@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import signal
 import subprocess
@@ -101,7 +100,11 @@ def test_a_stopped_run_keeps_its_rows_and_goes_on(tmp_path, how, code):
     command = [sys.executable, "-m", "rope_ext.cli", "needle", *MODEL, "--text", "noise", "--lengths", lengths]
     command += ["--limit", "2", "--out", str(tmp_path)]
     file = tmp_path / "needle.jsonl"
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ)
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts deaf to it
+    try:
+        running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    finally:
+        signal.signal(signal.SIGINT, heard)
     deadline = time.monotonic() + 120
     while not (file.exists() and file.read_text().count("\n") >= 3):
         assert running.poll() is None
