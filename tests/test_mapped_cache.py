@@ -12,7 +12,7 @@ from tolerances import LOGITS
 from transformers import DynamicCache
 
 from rope_ext import patch_model, registry, unpatch_model
-from rope_ext.attention import mapped_cache, staged, zoned
+from rope_ext.attention import computing, mapped_cache, staged, zoned
 from rope_ext.attention.mapped_cache import Mapped, MappedLayer
 
 HOSTS = [("llama", "dynamic_longrope"), ("bloom", "xpos"), ("qwen3", "dynamic"), ("llama", "dynamic_yarn")]
@@ -64,6 +64,64 @@ def test_a_step_of_a_zoned_method_turns_its_own_key_only(method, forms, mapped):
         mapped.clear()
         step(model, x[:, at : at + 1], cache)
         assert mapped == [1] * forms * 2 or at == 30, at
+
+
+@torch.no_grad()
+def padded_step(model, x, shown, cache):
+    """``shown``: the attention mask so far, of padded rows."""
+    name = registry.compat().cache_argument(model)
+    return model(x, attention_mask=shown, use_cache=True, **{name: cache}).logits
+
+
+@pytest.mark.parametrize(("method", "forms"), [("dynamic_yarn", 1), ("dynamic", 1), ("self_extend", 2), ("dca", 1)])
+def test_a_step_of_padded_rows_maps_its_own_keys_only(method, forms, mapped):
+    """Rows 1 and 2 are padded alike, and kept together."""
+    model, x = patched("llama", method), ids(40, rows=4)
+    shown = torch.ones(4, 40, dtype=torch.long)
+    shown[1:3, :7] = 0
+    shown[3, :3] = 0
+    cache = DynamicCache(config=model.config)
+    padded_step(model, x[:, :30], shown[:, :30], cache)
+    for at in range(30, 40):
+        mapped.clear()
+        found = padded_step(model, x[:, at : at + 1], shown[:, : at + 1], cache)
+        assert mapped == [1] * forms * 3 * 2 or at == 30, at
+    for row, start in enumerate((0, 7, 7, 3)):
+        alone = logits(model, x[row : row + 1, start:])[:, -1]
+        assert (found[row] - alone).abs().max() < LOGITS
+
+
+@hosts
+def test_padded_rows_that_are_cut_and_continued_otherwise(host, method):
+    """And whose stages change at different steps."""
+    model, x, other = patched(host, method), ids(TRAINED + 20, rows=3), ids(TRAINED + 20, rows=3, seed=7)
+    shown = torch.ones(3, TRAINED + 20, dtype=torch.long)
+    shown[0, :9] = 0
+    shown[1, :4] = 0
+    cache = DynamicCache(config=model.config)
+    padded_step(model, x[:, : TRAINED - 4], shown[:, : TRAINED - 4], cache)
+    for at in range(TRAINED - 4, TRAINED + 10):
+        padded_step(model, x[:, at : at + 1], shown[:, : at + 1], cache)
+    cache.crop(-16)
+    other[:, : TRAINED - 6] = x[:, : TRAINED - 6]
+    for at in range(TRAINED - 6, TRAINED + 20):
+        found = padded_step(model, other[:, at : at + 1], shown[:, : at + 1], cache)
+    for row, start in enumerate((9, 4, 0)):
+        assert (found[row] - logits(model, other[row : row + 1, start:])[:, -1]).abs().max() < LOGITS
+
+
+def test_the_padded_check_fails_on_a_planted_fault(monkeypatch):
+    """If rows did not keep their keys apart, one would get another's."""
+
+    def mixed(keys, rows, columns):
+        part = keys[rows, :, columns]
+        if mapped_cache.mapped_of(keys) is not None:
+            mapped_cache._mapped[part] = mapped_cache.mapped_of(keys)
+        return part
+
+    monkeypatch.setattr(computing, "part_of", mixed)
+    with pytest.raises(AssertionError):
+        test_padded_rows_that_are_cut_and_continued_otherwise("llama", "dynamic_longrope")
 
 
 @hosts
@@ -154,6 +212,7 @@ def test_nothing_is_kept_that_nobody_reads():
     step(model, x[:, 44:45], cache)
     assert not any(forms_of(cache))
     raw = [weakref.ref(layer.keys) for layer in cache.layers]
+    gc.collect()
     held = len(mapped_cache._mapped)
     cache.reorder_cache(torch.tensor([0]))
     gc.collect()
@@ -177,7 +236,7 @@ def test_another_method_or_none_on_the_same_cache():
     assert not single.model._forward_pre_hooks
 
 
-def test_training_and_padded_rows_map_anew(mapped):
+def test_training_maps_anew(mapped):
     model, x = patched("llama", "dynamic_longrope"), ids(30)
     output = model(x, use_cache=True)
     name = registry.compat().cache_argument(model)

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from rope_ext.attention import blockwise, cuda, staged, toeplitz, zoned
 from rope_ext.attention.choosing import choose
 from rope_ext.attention.layout import Layout, Run
+from rope_ext.attention.mapped_cache import part_of
 from rope_ext.attention.tables import dense
 from rope_ext.encodings.bias import Bias
 from rope_ext.encodings.qk import QkMethod
@@ -132,8 +133,9 @@ def by_runs(
     for run in runs:
         if not layout.causal:  # an encoder's runs have all queries, those of padding too
             run = Run(run.rows, slice(run.keys.start - layout.offset, run.keys.stop - layout.offset), run.keys)
-        q, (k, v) = query[run.rows, :, run.queries], (part[run.rows, :, run.keys] for part in (key, value))
-        output[run.rows, :, run.queries] = attend(q, k, v, layout.of_run(run), method, scale, dropout)
+        q, v = query[run.rows, :, run.queries], value[run.rows, :, run.keys]
+        k, own = part_of(key, run.rows, run.keys), layout.of_run(run, of=len(runs))
+        output[run.rows, :, run.queries] = attend(q, k, v, own, method, scale, dropout)
     return output
 
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 Made = TypeVar("Made")
 
 SHARED_BYTES = 128 * 2**20
-"""What tables of one call may take while its layers share them."""
+"""What tables of one call, or of all its runs, may take while its layers share them."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Layout(BlockMask):
         self._runs: list[Run] | None = None
         self._seen: tuple[Tensor, Layout] | None = None
         self._made: dict[Any, Any] = {}
+        self._room = SHARED_BYTES
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -210,14 +211,23 @@ class Layout(BlockMask):
         found: Made = self._made[name]
         return found
 
+    def may_keep(self, size: int) -> bool:
+        """Whether tables of so many bytes are small enough to be kept for all layers."""
+        return size <= self._room
+
     def _copy(self) -> Layout:
         other = copy.copy(self)
         other._runs, other._seen, other._made = None, None, {}
         return other
 
-    def of_run(self, run: Run) -> Layout:
-        """A run as a call of its own: no padding, one document."""
+    def of_run(self, run: Run, of: int = 1) -> Layout:
+        """A run, one ``of`` so many, as a call of its own: no padding, one document."""
+        ends = ((each.start, each.stop) for each in (run.rows, run.queries, run.keys))
+        return self.once(("run", *ends), lambda: self._of_run(run, of))
+
+    def _of_run(self, run: Run, of: int) -> Layout:
         other, rows = self._copy(), run.rows
+        other._room = self._room // of
         other.batch = rows.stop - rows.start
         other.q_length, other.kv_length = run.queries.stop - run.queries.start, run.keys.stop - run.keys.start
         other.offset = self.offset + run.queries.start - run.keys.start

@@ -2,7 +2,7 @@
 
 While queries stay in one stage of a qk method, and always with a zoned one, a step has to map its own keys only. Mapped
 keys belong to the tensor of raw keys and live as long as it does: whoever replaces that (beams, crops, another prompt,
-a copy) has dropped them, and who changes it in place as well.
+a copy) has dropped them, and who changes it in place as well. Rows that are padded are kept each for itself.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Mapped:
 
     version: int | None
     forms: dict[int, _Form] = field(default_factory=dict)
+    parts: dict[tuple[int, int, int], Mapped] = field(default_factory=dict)
+    """Of rows that count for themselves: (first row, end of the rows, first key) -> theirs."""
 
     def __call__(self, form: int, stage: Any, keys: Tensor, turn: Callable[[int], Tensor]) -> Tensor:
         """All keys in one of the forms that queries of ``stage`` see; ``turn(start)`` maps those from ``start`` on."""
@@ -52,6 +54,14 @@ class Mapped:
             held.done = length
         held.read = True
         return held.keys[:, :, :length]
+
+    def taken_over(self, version: int | None) -> Mapped:
+        """For longer keys that take the place of these: what was read since the last time."""
+        forms = {name: form for name, form in self.forms.items() if form.read}
+        for form in forms.values():
+            form.read = False
+        parts = {place: part.taken_over(version) for place, part in self.parts.items()}
+        return Mapped(version, forms, {place: part for place, part in parts.items() if part.forms})
 
 
 _mapped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -81,21 +91,25 @@ class MappedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As transformers' own."""
         before = getattr(self, "keys", None)
-        forms: dict[int, _Form] = {}
-        if isinstance(before, Tensor) and before in _mapped:
-            held = _mapped.pop(before)
-            if held.version == _version(before):
-                forms = {name: form for name, form in held.forms.items() if form.read}
+        held = _mapped.pop(before, None) if isinstance(before, Tensor) else None
+        if held is not None and held.version != _version(before):
+            held = None
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        for form in forms.values():
-            form.read = False
-        _mapped[keys] = Mapped(_version(keys), forms)
+        _mapped[keys] = Mapped(_version(keys)) if held is None else held.taken_over(_version(keys))
         return keys, values
 
 
 def mapped_of(keys: Tensor) -> Mapped | None:
     """What is kept with these keys, all of those that a cache layer holds; None where nothing can be."""
     return None if torch.is_grad_enabled() else _mapped.get(keys)
+
+
+def part_of(keys: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The keys of some rows, ``keys[rows, :, columns]``, for which :func:`mapped_of` finds what is kept of theirs."""
+    part, held = keys[rows, :, columns], mapped_of(keys)
+    if held is not None:
+        _mapped[part] = held.parts.setdefault((rows.start, rows.stop, columns.start), Mapped(held.version))
+    return part
 
 
 def keep_mapped(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

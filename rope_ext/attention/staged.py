@@ -1,8 +1,8 @@
 """The qk seam: queries that share a map are computed together, by ordinary attention over mapped queries and keys.
 
 The factors that they are mapped with are computed once for all layers; and while decoding stays in a stage, keys that
-are mapped stay so (:mod:`rope_ext.attention.mapped_cache`). Elsewhere - a new stage, padded rows, a cache of another
-kind - all cached keys are mapped anew: O(keys x channels), about what reading them costs.
+are mapped stay so (:mod:`rope_ext.attention.mapped_cache`). Elsewhere - a new stage, a cache of another kind -
+all cached keys are mapped anew: O(keys x channels), about what reading them costs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext.attention.layout import SHARED_BYTES, Layout
+from rope_ext.attention.layout import Layout
 from rope_ext.attention.mapped_cache import mapped_of
 from rope_ext.encodings.qk import QkMethod
 from rope_ext.encodings.raw import Encoder, Factors, turned_by
@@ -36,7 +36,7 @@ def attend(plain: Plain, query: Tensor, key: Tensor, value: Tensor, layout: Layo
     pieces = layout.once((method, "pieces"), lambda: _pieces(method.stages_of(encoder, own, places)[0]))
     again = torch.is_grad_enabled() and len(pieces) > 1  # else every piece would keep keys of its own for the backward
     size = 8 * len(pieces) * layout.kv_length * encoder.host.rotary.dim
-    layers_share = not encoder.parameters and size <= SHARED_BYTES
+    layers_share = not encoder.parameters and layout.may_keep(size)
 
     def shared(name: Any, make: Callable[[], Factors]) -> Factors:
         return layout.once((method, name), make, keep=layers_share)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext.attention.layout import SHARED_BYTES, Layout
+from rope_ext.attention.layout import Layout
 from rope_ext.attention.mapped_cache import mapped_of
 from rope_ext.attention.tiles import Tile, tiles
 from rope_ext.encodings.raw import Encoder, Factors, turned_by
@@ -81,7 +81,8 @@ def attend(
     assert isinstance(method, ZonedMethod)
     own, places = layout.query_positions(query.device), layout.key_positions(query.device)
     forms = method.zones(encoder.host)[1]
-    layers_share = 8 * (len(plan.zones) + len(plan.forms)) * layout.kv_length * encoder.host.rotary.dim <= SHARED_BYTES
+    size = 8 * (len(plan.zones) + len(plan.forms)) * layout.kv_length * encoder.host.rotary.dim
+    layers_share = layout.may_keep(size)
     kept = mapped_of(key)
 
     def shared(name: Any, make: Callable[[], Factors]) -> Factors:
