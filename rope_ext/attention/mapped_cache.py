@@ -91,9 +91,10 @@ class MappedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As transformers' own."""
         before = getattr(self, "keys", None)
-        held = _mapped.pop(before, None) if isinstance(before, Tensor) else None
-        if held is not None and held.version != _version(before):
-            held = None
+        held: Mapped | None = None
+        if isinstance(before, Tensor) and before in _mapped:
+            held = _mapped.pop(before)
+            held = held if held.version == _version(before) else None
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         _mapped[keys] = Mapped(_version(keys)) if held is None else held.taken_over(_version(keys))
         return keys, values
