@@ -4,8 +4,8 @@
 
 Stock is the same checkpoint, unpatched: a static rotary step with sdpa. Every side decodes from a DynamicCache of its
 own, filled with the same random keys; the sides take turns. "New stage" is the first step, in which a qk method maps
-every cached key; with ``dynamic`` that happens once in 128 tokens on a checkpoint of 8,192. Of several rows each has 100
-tokens less than the one before, and padding in front of them.
+every cached key; with ``dynamic`` that happens once in 128 tokens on a checkpoint of 8,192. Of several rows each has
+100 tokens less than the one before, and padding in front of them.
 """
 
 import argparse
