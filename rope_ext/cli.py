@@ -45,8 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command(options)
     except KeyboardInterrupt:
-        kept = f" Finished rows are kept in {options.out}; the same command goes on from there."
-        print(f"rope-ext: interrupted.{kept if options.resumes else ''}", file=sys.stderr)
+        kept = options.resumes and any(options.out.glob("*.jsonl"))
+        told = f" Finished rows are kept in {options.out}; the same command goes on from there." if kept else ""
+        print(f"rope-ext: interrupted.{told}", file=sys.stderr)
         return 130
     except Exception as error:
         if os.environ.get("ROPE_EXT_TRACEBACK"):
@@ -113,8 +114,8 @@ def _eval(options: argparse.Namespace) -> None:
     names = list(kinds) if options.task == "all" else [options.task]
     tasks = [kinds[name].make(options) for name in names]
     encoding = _encoding(options)
+    _make_folder(options.out)
     model, tokenizer = load(options.model, options.dtype, _device(options))
-    options.out.mkdir(parents=True, exist_ok=True)
     with under(model, encoding):
         for task in tasks:
             if task.name == "perplexity" and options.task == "all" and model.config.is_encoder_decoder:
@@ -148,7 +149,8 @@ def _sweep(options: argparse.Namespace) -> None:
     if unknown:
         raise ValueError(f"--tasks: unknown task {unknown[0]!r}; there are {', '.join(kinds)}.")
     wanted = setups(options.methods, options.factor)
-    tasks = [kinds[name].make(options) for name in options.tasks]
+    tasks = [kinds[name].make(options) for name in dict.fromkeys(options.tasks)]
+    _make_folder(options.out)
     model, tokenizer = load(options.model, options.dtype, _device(options))
     made = sweep(model, tokenizer, wanted, tasks, options.out, **_running(options))
     if not _first():
@@ -163,6 +165,14 @@ def _sweep(options: argparse.Namespace) -> None:
     console.print(f"wrote {page} and, per task, .jsonl, .csv, .png", highlight=False, soft_wrap=True)
 
 
+def _make_folder(out: Path) -> None:
+    """Before anything is measured."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be a folder for results: {error.strerror}.") from error
+
+
 def _span(found: Results) -> str:
     tokens = [tokens_of(row) for row in found.rows]
     return f"{len(tokens) // len(labels(found.rows))} rows of {min(tokens):,} to {max(tokens):,} tokens"
@@ -171,8 +181,7 @@ def _span(found: Results) -> str:
 def _running(options: argparse.Namespace) -> dict[str, Any]:
     """What :func:`rope_ext.evals.runner.run` is told beside the task."""
     limits = Limits(chunk=options.chunk, batch_tokens=options.batch_tokens, reuse=not options.no_reuse)
-    most = None if options.max_memory is None else int(options.max_memory * 1e9)
-    return {"limits": limits, "max_memory": most, "spread": True}
+    return {"limits": limits, "max_memory": options.max_memory, "spread": True}
 
 
 def _first() -> bool:
@@ -197,7 +206,7 @@ def _export(options: argparse.Namespace) -> None:
 def _demo(options: argparse.Namespace) -> None:
     from rope_ext.demo import demo
 
-    options.out.mkdir(parents=True, exist_ok=True)
+    _make_folder(options.out)
     model, tokenizer = load(options.model, options.dtype, options.device)
     demo(model, tokenizer, options.out, options.quick, console)
 
@@ -233,11 +242,13 @@ def _parser() -> argparse.ArgumentParser:
     task = argparse.ArgumentParser(add_help=False)
     task.add_argument("--text", default="builtin", help="builtin, noise, a file, a folder, or hf:NAME")
     task.add_argument("--lengths", type=evaluations.whole_numbers, default=[4096, 8192, 12288], help="tokens, a,b,c")
-    task.add_argument("--limit", type=int, default=1, help="samples per cell")
+    task.add_argument("--limit", type=_positive, default=1, help="samples per cell")
     task.add_argument("--seed", type=int, default=0)
     task.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
     task.add_argument("--out", type=Path, default=Path("rope-ext-results"), help="folder for rows, tables, pictures")
-    task.add_argument("--max-memory", type=float, metavar="GB", help="refuse what would take more, weights included")
+    task.add_argument(
+        "--max-memory", type=_gigabytes, metavar="GB", help="refuse what would take more, weights included"
+    )
     task.add_argument("--chunk", type=_positive, default=Limits.chunk, help="tokens a forward pass reads of a prompt")
     task.add_argument(
         "--batch-tokens", type=_positive, default=Limits.batch_tokens, help="cached tokens decoded together"
@@ -300,6 +311,14 @@ def _option(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
+
+
+def _gigabytes(text: str) -> int:
+    """In bytes."""
+    try:
+        return _positive(str(int(1e9 * float(text))))
+    except (ValueError, OverflowError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of gigabytes above 0") from None
 
 
 def _positive(text: str) -> int:

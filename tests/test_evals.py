@@ -334,10 +334,10 @@ def test_the_key_ignores_padding_and_sees_the_template_and_adapters(small, tmp_p
 
 def test_memory_is_estimated_and_refused(small):
     model, _ = small
-    needed = memory.check(model, Holding(forward=1000, cached=1000))
+    needed = memory.check(model, Holding(forward=1000, cached=1000, longest=1000))
     assert needed.total > 2_600_000
     with pytest.raises(ValueError, match="use shorter lengths"):
-        memory.check(model, Holding(forward=10**9, cached=0))
+        memory.check(model, Holding(forward=10**9, cached=0, longest=10**9))
     with pytest.raises(ValueError, match=r"more than max_memory=0\.00 GB; use shorter lengths"):
         run(Perplexity(NOISE_TEXT * 20, [128]), model, small[1], max_memory=10**6)
     rows = run(Perplexity(NOISE_TEXT * 20, [128]), model, small[1], max_memory=10**8)

@@ -22,7 +22,7 @@ from rope_ext.evals.tasks.perplexity import Perplexity
 from rope_ext.evals.tasks.ruler import Ruler
 from rope_ext.evals.text import NOISE, read_text
 
-ALONE = Limits(chunk=10**6, batch_tokens=0, reuse=False)
+ALONE = Limits(chunk=10**6, batch_tokens=1, reuse=False)
 TOGETHER = Limits(chunk=7, batch_tokens=10**6, reuse=True)
 NEW = 6
 

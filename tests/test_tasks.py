@@ -456,7 +456,8 @@ def test_ruler_fills_each_length(tokenizer, task, length):
     left = length - len(question.ids) - question.max_new_tokens
     limit = {"niah_multikey_2": 60, "niah_multikey_3": 120, "cwe": 60, "fwe": 60}  # one more would not fit
     assert 0 <= left <= limit.get(task, 0)
-    assert question.max_new_tokens == {"vt": 30, "cwe": 120, "fwe": 50}.get(task, 128)
+    papers = {"vt": 30, "cwe": 120, "fwe": 50}.get(task, 128)
+    assert question.max_new_tokens == max(papers, len(question.answer_ids))  # 31 for vt with this tokenizer
     assert tokenizer.decode(question.answer_ids) == " " + ", ".join(question.references)
     assert re.search(r"\? The [^.]* (is|are)$", text)
 

@@ -70,6 +70,9 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bins", type=int, default=8, help="position bins of one forward")
     parser.add_argument("--stride", type=int, help="sliding windows of this stride instead of one forward")
     parser.add_argument("--windows", type=int, default=10, help="how many sliding windows")
+    parser.add_argument(
+        "--mean-of-windows", action="store_true", help="with --stride: also the mean of each window's own perplexity"
+    )
 
 
 def _perplexity(given: Options) -> Task:
@@ -79,6 +82,7 @@ def _perplexity(given: Options) -> Task:
         bins=given.bins,
         stride=given.stride,
         windows=given.windows,
+        mean_of_windows=given.mean_of_windows,
         samples=given.limit,
     )
 

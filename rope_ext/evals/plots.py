@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from rope_ext.api import Description
+from rope_ext.evals.files import whole_file
 from rope_ext.evals.results import AXES, TITLES, labels, perplexity_bins, score_cells
 from rope_ext.evals.runner import Row
 
@@ -31,7 +32,13 @@ PANELS = 2
 
 
 def of_task(task: str, rows: Sequence[Row], trained_length: int | None = None) -> Figure:
-    """The picture that fits a task, by its name."""
+    """The picture that fits a task, by its name.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    if all(row.get("depth", 0) is None for row in rows):
+        raise ValueError(f"{task}: there is no row to draw (controls are not drawn).")
     if task == "perplexity":
         return perplexity_plot(rows, trained_length)
     if task in ("needle", "ruler"):
@@ -89,25 +96,31 @@ def score_curves(rows: Sequence[Row], across: str, group: str | None, title: str
     """Score over a place or a length: one line per setup, one panel per value of ``group``; with up to ``FEW`` setups
     the 95 % intervals, too.
 
-    Rows without a number there (closed book, oracle, remedy) are horizontal lines.
+    Rows without a number there (closed book, oracle, remedy) are horizontal lines, in their panel, or if it has no
+    curve (0 documents, 1 document) in every panel.
     """
     cells = score_cells(rows, (across, group) if group else (across,))
-    panels = sorted({cell[group] for cell in cells}) if group else [None]
+    curves = [cell for cell in cells if not isinstance(cell[across], str)]
+    kinds = dict.fromkeys(cell[across] for cell in cells if isinstance(cell[across], str))
+    styles = dict(zip(kinds, ("--", ":", "-."), strict=False))
+    panels = sorted({cell[group] for cell in curves or cells}) if group else [None]
     names = labels(cells)
     figure = Figure(figsize=(1.2 + 4.2 * len(panels), 4.2), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, panel in zip(axes, panels, strict=True):
         for (colour, line), name in zip(_lines(), names, strict=False):
-            mine = [cell for cell in cells if cell["label"] == name and (group is None or cell[group] == panel)]
-            curve = sorted((c for c in mine if not isinstance(c[across], str)), key=lambda cell: cell[across])
+            mine = [cell for cell in cells if cell["label"] == name]
+            here = [cell for cell in mine if group is None or cell[group] == panel or cell[group] not in panels]
+            curve = sorted((c for c in here if not isinstance(c[across], str)), key=lambda cell: cell[across])
             places = [cell[across] for cell in curve]
             axis.plot(places, [cell["score"] for cell in curve], marker="o", ls=line, color=colour, lw=2, label=name)
             low, high = [cell["low"] for cell in curve], [cell["high"] for cell in curve]
             if len(names) <= FEW:
                 axis.fill_between(places, low, high, color=colour, alpha=0.12, linewidth=0)
-            for style, cell in zip(("--", ":", "-."), (c for c in mine if isinstance(c[across], str)), strict=False):
-                caption = f"{name}, {cell[across]}" if len(names) > 1 else cell[across]
-                axis.axhline(cell["score"], color=colour, linestyle=style, linewidth=1.3, label=caption)
+            for cell in here:
+                if cell[across] in styles:
+                    caption = f"{name}, {cell[across]}" if len(names) > 1 else cell[across]
+                    axis.axhline(cell["score"], color=colour, ls=styles[cell[across]], linewidth=1.3, label=caption)
         if group:
             axis.set_title(f"{panel:,} {group}", fontsize=11)
         axis.set_ylim(-0.03, 1.03)
@@ -197,7 +210,8 @@ def _legend_below(figure: Figure, axis: Axes) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG."""
-    figure.savefig(path, dpi=150)
+    with whole_file(path) as scratch:
+        figure.savefig(scratch, dpi=150)
 
 
 def _annotate(axis: Axes, x: int, y: int, cell: Row) -> None:

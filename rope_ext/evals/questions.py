@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rope_ext.evals.memory import Holding
-from rope_ext.evals.reading import Advance, Limits, Prompt, reader
+from rope_ext.evals.reading import TOGETHER, Advance, Limits, Prompt, reader
 from rope_ext.evals.runner import Row, Task
 
 _CONTEXT = "\0"
@@ -57,10 +57,10 @@ class QuestionTask(Task):
 
     def holds(self, tokenizer: Any, rows: Sequence[Row], limits: Limits) -> Holding:
         longest = self.longest(tokenizer, rows)
-        together = max(1, limits.batch_tokens // longest)
+        together = min(TOGETHER, max(1, limits.batch_tokens // longest))
         # the shared beginning, a branch, one on top of it; if several are decoded together, those and their stack
         cached = longest * ((3 if limits.reuse else 1) + (2 * together if together > 1 else 0))
-        return Holding(forward=min(longest, limits.chunk), cached=cached)
+        return Holding(forward=min(longest, limits.chunk), cached=cached, longest=longest)
 
     def together(self, row: Row) -> tuple[str, int]:
         """Rows that share their beginning."""
@@ -114,12 +114,22 @@ def frame(tokenizer: Any, before: str, after: str, answer_prefix: str, chat: boo
         if shown.count(_CONTEXT) != 1:
             raise ValueError("chat=True: the tokenizer's chat template does not show a user's text once, as it is.")
         start, _, end = shown.partition(_CONTEXT)
-        head = _ids(tokenizer, start, special=True)
-        tail = encode(tokenizer, end + answer_prefix, special=True)
+        if any(token in f"{before}\n{after}\n{answer_prefix}" for token in tokenizer.all_special_tokens):
+            head = _with_said(tokenizer, start, before)
+            tail = _with_said(tokenizer, end, after) + encode(tokenizer, answer_prefix)
+        else:
+            head = _ids(tokenizer, start, special=True)
+            tail = encode(tokenizer, end + answer_prefix, special=True)
     else:
         head, tail = _ids(tokenizer, before), encode(tokenizer, f"{after} {answer_prefix}")
     bos = tokenizer.bos_token_id
     return (head if bos is None or head[:1] == [bos] else [bos, *head]), tail
+
+
+def _with_said(tokenizer: Any, shown: str, said: str) -> list[int]:
+    """Ids of a part of a filled-in template, where what a user said is text even if it spells a special token."""
+    before, _, after = shown.partition(said) if said else (shown, "", "")
+    return _ids(tokenizer, before, special=True) + encode(tokenizer, said) + encode(tokenizer, after, special=True)
 
 
 def encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:

@@ -20,12 +20,17 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rope_ext.api import patch_of
+from rope_ext.evals.checks import at_least_one
+from rope_ext.evals.identity import depends_on_length, ends_of
 from rope_ext.evals.prefixes import Node, plan
 from rope_ext.registry import compat
 
 Advance = Callable[[int, float], None]
 """Told (key, share) when a share of a row's work is done."""
+
+
+TOGETHER = 16
+"""Prompts whose answers are decoded together, at most: so many are lost if a run is stopped."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,9 @@ class Limits:
     """Cached tokens of the prompts whose answers are decoded together."""
     reuse: bool = True
     """Read a beginning that several prompts share only once."""
+
+    def __post_init__(self) -> None:
+        at_least_one(chunk=self.chunk, batch_tokens=self.batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -109,8 +117,8 @@ class Reader:
         arguments = inspect.signature(type(model).forward).parameters
         self._cache_argument = compat().cache_argument(model)
         self._takes_positions = "position_ids" in arguments
-        self._ends = _ends(model)
-        self._exact = _cuts(model) and not _depends_on_length(model)
+        self._ends = ends_of(model)
+        self._exact = _cuts(model) and not depends_on_length(model)
 
     def __call__(
         self, groups: Iterable[Sequence[tuple[int, Prompt]]], advance: Advance = lambda key, share: None
@@ -128,7 +136,7 @@ class Reader:
                     yield reading.key, reading.answer
                 else:
                     waiting.append(reading)
-                if sum(each.room for each in waiting) > self.limits.batch_tokens:
+                if len(waiting) == TOGETHER or sum(each.room for each in waiting) > self.limits.batch_tokens:
                     yield from self._finish(waiting)
                     waiting = []
         yield from self._finish(waiting)
@@ -247,7 +255,7 @@ class EncoderDecoderReader:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.usage = model, Usage()
-        self._ends = _ends(model)
+        self._ends = ends_of(model)
         self._start = model.generation_config.decoder_start_token_id
         if self._start is None:
             self._start = model.config.decoder_start_token_id
@@ -404,12 +412,6 @@ def _pad(states: Sequence[Tensor]) -> Tensor:
     return torch.cat([F.pad(each, (0, 0, longest - each.shape[2], 0)) for each in states])
 
 
-def _ends(model: PreTrainedModel) -> set[int | None]:
-    """Token ids that end what is generated."""
-    ends = model.generation_config.eos_token_id if model.generation_config else None
-    return set(ends) if isinstance(ends, list) else {ends}
-
-
 def _log_probability(logits: Tensor, answer: Tensor) -> float:
     return float(logits.float().log_softmax(-1).gather(1, answer[:, None].to(logits.device)).sum())
 
@@ -418,16 +420,6 @@ def _cuts(model: PreTrainedModel) -> bool:
     """Whether all layers keep keys and values of each token, so that a cache can be cut anywhere."""
     layers = DynamicCache(config=model.config).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-
-
-def _depends_on_length(model: PreTrainedModel) -> bool:
-    """Whether cached keys depend on how long the input was: stock ``dynamic`` and ``longrope``, or what imitates it."""
-    patch = patch_of(model)
-    if patch is not None:
-        return not getattr(patch.encoding, "exact", True)
-    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
-    return any(entry.get("rope_type") in ("dynamic", "longrope") for entry in (parameters, *nested))
 
 
 def _cost(model: PreTrainedModel) -> tuple[float, float]:

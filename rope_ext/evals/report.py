@@ -7,6 +7,8 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+from rope_ext.evals.files import whole_file
+
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.55 system-ui, sans-serif; color: #1d2733; background: #f6f7f9; margin: 0; }
@@ -42,11 +44,12 @@ class Page:
     def write(self, path: Path) -> None:
         head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         icon = '<link rel="icon" href="data:,">'
-        path.write_text(
+        page = (
             f'<!doctype html><html lang="en"><head>{head}{icon}<title>{html.escape(self._title)}</title>'
-            f"<style>{_STYLE}</style></head><body><main>{''.join(self._body)}</main></body></html>\n",
-            encoding="utf-8",
+            f"<style>{_STYLE}</style></head><body><main>{''.join(self._body)}</main></body></html>\n"
         )
+        with whole_file(path) as scratch:
+            scratch.write_text(page, encoding="utf-8")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], folded: bool = False) -> str:

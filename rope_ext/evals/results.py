@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import random
 import statistics
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext.evals.files import whole_file
 from rope_ext.evals.runner import Row
 
 if TYPE_CHECKING:
@@ -188,12 +187,10 @@ def shown(value: Any) -> str:
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """All rows or no file."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    with tempfile.NamedTemporaryFile("w", newline="", dir=path.parent, delete=False) as file:
+    with whole_file(path) as scratch, scratch.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
 
 
 def labels(rows: Iterable[Row]) -> list[str]:

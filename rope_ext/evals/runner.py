@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rope_ext.api import patch_of, unwrap
 from rope_ext.evals import memory
-from rope_ext.evals.identity import digest, fingerprint, setup_label, tokenizer_digest
+from rope_ext.evals.identity import digest, fingerprint, setup_label, tokenizer_digest, weights
 from rope_ext.evals.memory import Holding
 from rope_ext.evals.reading import Advance, Limits, Usage
 from rope_ext.evals.store import Row, Store
@@ -80,14 +80,18 @@ def run(
         The rows in the task's order: what was asked, the results, ``label``, ``method``, ``options`` and the setup.
 
     Raises:
-        ValueError: it would not fit into memory, or a row cannot be built as asked.
+        ValueError: it would not fit into memory or into the model's table of positions, or a row cannot be built as
+            asked.
     """
+    _refuse_prompt_learning(model)
     inner, limits = unwrap(model), limits or Limits()
     label = label or setup_label(inner)
+    checkpoint = weights(inner)
     setup = {
         "task": task.name,
         "settings": task.settings(),
-        "model": fingerprint(inner),
+        "model": fingerprint(inner, checkpoint),
+        "weights": checkpoint,
         "tokenizer": tokenizer_digest(tokenizer),
     }
     patch = patch_of(inner)
@@ -107,7 +111,9 @@ def run(
         _wait()  # until every process knows what is missing; then the first may write
     if missing:
         asked = [rows[index] for index in missing]
-        needed = memory.check(inner, task.holds(tokenizer, asked, limits), max_memory)
+        holding = task.holds(tokenizer, asked, limits)
+        _check_positions(inner, holding.longest)
+        needed = memory.check(inner, holding, max_memory)
         training = {module: module.training for module in inner.modules()}
         inner.eval()
         try:
@@ -120,23 +126,41 @@ def run(
                 module.training = flag
     if world > 1:
         _merge(store, rank)
-    else:
-        store.absorb()
     return [{**store.done[key], "label": label} for key in keys]
 
 
 def comparable(task: Task, tokenizer: Any, model: nn.Module, out: Path) -> list[Row]:
-    """The rows in ``out`` of this task, with the same settings and a checkpoint of the same name, patched or not.
+    """The rows in ``out`` of this task with the same settings and the same weights, under any encoding.
 
-    Where a row was measured more than once under one label (the checkpoint changed on disk), the latest counts.
+    Where one label stands for several setups, the model's own counts, or else the one that was measured last.
     """
-    wanted = task.settings(), tokenizer_digest(tokenizer), unwrap(model).config._name_or_path
-    names = ("label", *task.rows()[0])
-    latest = {}
-    for row in Store(out, task.name).done.values():
-        if (row["setup"].get("settings"), row["setup"].get("tokenizer"), row.get("model_name")) == wanted:
-            latest[tuple(row.get(name) for name in names)] = row
-    return list(latest.values())
+    checkpoint = weights(unwrap(model))
+    wanted = {"settings": task.settings(), "tokenizer": tokenizer_digest(tokenizer), "weights": checkpoint}
+    rows = [row for row in Store(out, task.name).done.values() if wanted.items() <= row["setup"].items()]
+    own = fingerprint(unwrap(model), checkpoint)
+    counts = {row["label"]: row["setup"]["model"] for row in rows}
+    counts |= {row["label"]: own for row in rows if row["setup"]["model"] == own}
+    return [row for row in rows if row["setup"]["model"] == counts[row["label"]]]
+
+
+def _refuse_prompt_learning(model: nn.Module) -> None:
+    """Only weights are read here, not what a PEFT wrapper puts in front of the input."""
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"the model has a {config.peft_type.value} adapter, whose learned prompt would be left out; evaluate one "
+            "that changes weights (LoRA)."
+        )
+
+
+def _check_positions(model: PreTrainedModel, longest: int) -> None:
+    """A table with a vector per position (GPT-2, OPT) ends somewhere."""
+    for name, module in model.named_modules():
+        table = isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+        if table and module.num_embeddings < longest:
+            raise ValueError(
+                f"length {longest} is more than the {module.num_embeddings} positions of {name}; use shorter ones."
+            )
 
 
 def _processes() -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 Row = dict[str, Any]
 
@@ -13,7 +13,8 @@ Row = dict[str, Any]
 class Store:
     """The finished rows of a task by key.
 
-    A line that a crash cut off is dropped, and its row measured again; nothing that was whole is lost.
+    A line that a crash cut off is dropped when the next one is added, and its row measured again; nothing that was whole
+    is lost.
 
     Args:
         folder: where ``<task>.jsonl`` is; None to keep rows in memory only.
@@ -28,17 +29,17 @@ class Store:
         if folder is not None:
             for file in (folder / f"{task}.jsonl", *self._of_others()):
                 self.done.update(_rows(file))
-        if self._path is not None and self._path.exists():
-            content = self._path.read_bytes()
-            os.truncate(self._path, content.rfind(b"\n") + 1)
 
     def add(self, key: str, row: Row) -> None:
         """On disk before this returns."""
         self.done[key] = row
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps({"key": key, **row}) + "\n")
+            with self._path.open("a+b") as file:
+                if file.tell() and not _ends_line(file):
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+                file.write(json.dumps({"key": key, **row}).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -51,6 +52,11 @@ class Store:
 
     def _of_others(self) -> list[Path]:
         return [] if self._folder is None else sorted(self._folder.glob(f"{self._task}.rank*.jsonl"))
+
+
+def _ends_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
 
 
 def _rows(file: Path) -> dict[str, Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext.api import patched
+from rope_ext.api import patch_of, patched, unwrap
 from rope_ext.config import Method
 from rope_ext.evals.identity import AS_IT_IS, method_label, setup_label, trained_length
 from rope_ext.evals.report import Page, picture, table
@@ -42,6 +43,8 @@ def setups(methods: Sequence[str], factors: Sequence[float]) -> list[Method | No
     Raises:
         ValueError: an unknown method, a factor that it does not take, or one that it needs and none is given.
     """
+    if isinstance(methods, str):
+        raise ValueError(f"`methods` must be a list of names, got {methods!r}.")
     found: list[Method | None] = [None]
     for name in methods:
         if name in AS_IT_IS:
@@ -49,8 +52,8 @@ def setups(methods: Sequence[str], factors: Sequence[float]) -> list[Method | No
         kind = find_method(name)
         takes = "factor" in kind.__dataclass_fields__
         made = [kind.from_options({"factor": factor}) for factor in factors] if takes and factors else []
-        found += [setup for setup in made or [kind.from_options({})] if setup not in found]
-    return found
+        found += made or [kind.from_options({})]
+    return list(dict.fromkeys(found))
 
 
 def under(model: nn.Module, setup: Method | None, **more: Any) -> Any:
@@ -76,8 +79,8 @@ class Sweep:
         """One row per setup: each task inside the trained length and beyond, with the difference to the baseline.
 
         Differences are of the same rows: scores with Newcombe's interval for paired rates, perplexities as a ratio with
-        a bootstrap interval over position bins. ``holds_to`` is the longest length up to which the needle's score is at
-        least 0.8.
+        a bootstrap interval over stretches of the text. ``holds_to`` is the longest length up to which the needle's
+        score is at least 0.8.
         """
         names = list(dict.fromkeys(label for found in self.results.values() for label in labels(found.rows)))
         return [{"label": name, **self._of(name)} for name in names]
@@ -93,8 +96,9 @@ class Sweep:
                 row["holds_to"] = holds_to(mine)
         return row
 
-    def write(self, out: Path, title: str, lead: str) -> Path:
+    def write(self, out: Path | str, title: str, lead: str) -> Path:
         """Tables, pictures and one self-contained page, ``index.html``; returns its path."""
+        out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
         page = Page(title, lead)
         header, lines = summary_table(self.summary(), self.trained_length)
@@ -133,8 +137,12 @@ def sweep(
         running: passed to :func:`rope_ext.evals.runner.run`.
 
     Raises:
-        ValueError: a setup does not fit the model; nothing has been measured then.
+        ValueError: a setup does not fit the model, or two tasks are of one kind; nothing has been measured then.
     """
+    twice = [task.name for place, task in enumerate(tasks) if task.name in (other.name for other in tasks[:place])]
+    if twice:
+        raise ValueError(f"`tasks` holds {twice[0]!r} twice; give it all its lengths at once, or call sweep again.")
+    setups = _different(setups, model)
     for setup in setups:
         with under(model, setup):
             pass
@@ -147,6 +155,12 @@ def sweep(
                 rows[task.name] += run(task, model, tokenizer, out, label, **running)
     trained = trained_length(model)
     return Sweep({name: Results(name, found, trained) for name, found in rows.items()}, trained, baseline)
+
+
+def _different(setups: Sequence[Method | None], model: nn.Module) -> list[Method | None]:
+    """Each setup once; what the model has already is the model as it is."""
+    patch = patch_of(unwrap(model))
+    return list(dict.fromkeys(None if patch is not None and setup == patch.encoding else setup for setup in setups))
 
 
 def holds_to(rows: Sequence[Row]) -> int | None:
@@ -214,14 +228,33 @@ def _perplexities(mine: Sequence[Row], base: Sequence[Row], trained: int | None)
 
 
 def _logs(rows: Sequence[Row], trained: int | None) -> dict[str, list[float]]:
-    """ln perplexity of every bin on either side of the trained length; a bin across it counts on neither."""
+    """ln perplexity of every stretch of the text on either side of the trained length.
+
+    Stretches are the bins of the longest passages. All lengths read the same text, so that bins of several lengths that
+    lie in one stretch are not several pieces of evidence: their mean, by tokens, is one. A bin across the trained
+    length counts on neither side.
+    """
     limit = math.inf if trained is None else trained
-    sides: dict[str, list[float]] = {}
-    for bin_ in perplexity_bins(rows):
+    bins = perplexity_bins(rows)
+    span = {row["length"]: row["tokens"] for row in rows}
+    longest = max(span, default=0)
+
+    def place(bin_: Row, part: str) -> int:
+        start: int = bin_["sample"] * span[bin_["length"]] + bin_[part]
+        return start
+
+    edges = sorted({place(bin_, "end") for bin_ in bins if bin_["length"] == longest})
+    sides: dict[str, dict[int, list[tuple[float, int]]]] = {}
+    for bin_ in bins:
         side = "inside" if bin_["end"] <= limit else "beyond" if bin_["start"] >= limit - 1 else None
         if side is not None:
-            sides.setdefault(side, []).append(math.log(bin_["perplexity"]))
-    return sides
+            stretch = bisect_left(edges, (place(bin_, "start") + place(bin_, "end")) / 2)
+            found = math.log(bin_["perplexity"]), bin_["end"] - bin_["start"]
+            sides.setdefault(side, {}).setdefault(stretch, []).append(found)
+    return {
+        side: [sum(log * n for log, n in found) / sum(n for _, n in found) for _, found in sorted(stretches.items())]
+        for side, stretches in sides.items()
+    }
 
 
 def _compared(value: Any) -> str:

@@ -12,7 +12,7 @@ NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])\s*")
 
 
-def read_text(source: str = "builtin") -> str:
+def read_text(source: str | Path = "builtin") -> str:
     """The text behind a source name.
 
     Args:
@@ -21,8 +21,9 @@ def read_text(source: str = "builtin") -> str:
             a folder of ``*.txt`` and ``*.md`` files, or "hf:NAME" for a Hub dataset with a ``text`` column.
 
     Raises:
-        ValueError: nothing is found under that name, or it is empty.
+        ValueError: nothing is found under that name, it is empty, or a file is not UTF-8.
     """
+    source = str(source)
     if not source:
         raise ValueError("text source is empty; name one, for example 'builtin'.")
     if source == "builtin":
@@ -31,22 +32,34 @@ def read_text(source: str = "builtin") -> str:
         return "\n".join(topics[name] for name in sorted(topics))
     if source == "noise":
         return " ".join(NOISE)
-    if source.startswith("hf:"):
+    if source.startswith("hf:") and source != "hf:":
         try:
             from datasets import load_dataset
         except ImportError as error:
             raise ValueError(f"text source {source!r} needs the `datasets` package: pip install datasets.") from error
         text = "\n".join(row["text"] for row in load_dataset(source[3:], split="train"))
     elif Path(source).is_dir():
-        files = sorted(file for file in Path(source).rglob("*") if file.suffix in (".txt", ".md"))
-        text = "\n".join(file.read_text(errors="replace") for file in files)
+        files = sorted(file for file in Path(source).rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
+        text = "\n".join(map(utf8, files))
     elif Path(source).is_file():
-        text = Path(source).read_text(errors="replace")
+        text = utf8(Path(source))
     else:
         raise ValueError(f"text source {source!r} is neither 'builtin', 'noise', 'hf:NAME', nor a file or folder here.")
     if not text.strip():
         raise ValueError(f"text source {source!r} is empty (a folder is searched for *.txt and *.md).")
     return text
+
+
+def utf8(file: Path) -> str:
+    """What a file says.
+
+    Raises:
+        ValueError: it is not UTF-8: numbers measured on wrongly decoded text would look like any others.
+    """
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 (at byte {error.start}); convert it, for example with iconv.") from error
 
 
 def sentences(text: str) -> list[str]:

@@ -8,6 +8,7 @@ import math
 import random
 import re
 import string
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,8 +213,11 @@ def read_entries(file: str | Path) -> list[Entry]:
     """
     path = Path(file)
     if not path.is_file():
-        raise ValueError(f"file {str(file)!r} does not exist.")
-    text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+        raise ValueError(f"file {str(file)!r} {'is no file' if path.exists() else 'does not exist'}.")
+    try:
+        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+    except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"file {str(file)!r} cannot be read as UTF-8 text: {error}.") from error
     entries = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():

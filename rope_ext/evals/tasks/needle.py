@@ -30,6 +30,10 @@ class Wording:
     question: str = "What is the special magic number for {key}?"
     answer_prefix: str = "The special magic number for {key} is"
 
+    def __post_init__(self) -> None:
+        if "{value}" not in self.needle:
+            raise ValueError(f"`needle` must hold {{value}}, or nobody can find it, got {self.needle!r}.")
+
 
 class Needle(QuestionTask):
     """The length x depth grid.
@@ -46,7 +50,8 @@ class Needle(QuestionTask):
         control: one more prompt per length and sample without the needle, to show guessing.
 
     Raises:
-        ValueError: a length or depth is out of range.
+        ValueError: a length or depth is out of range, or (when a question is built) a length is too short or the answer
+            takes more than ``max_new_tokens``.
     """
 
     name: ClassVar[str] = "needle"
@@ -105,11 +110,14 @@ class Needle(QuestionTask):
         length, rest = row["length"], len(head) + len(tail) + len(needle) + self.max_new_tokens
         if length < rest + SHORTEST:
             raise ValueError(f"length {length} leaves no room for a haystack: the rest takes {rest + SHORTEST} tokens.")
+        answer = encode(tokenizer, f" {value}")
+        if len(answer) > self.max_new_tokens:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} is too few: the answer takes {len(answer)} tokens.")
         hay = haystack(tokenizer, self._sentences, length - rest, row["sample"])
         absent = row["depth"] is None
         ids, depths = hide(hay, [] if absent else [(row["depth"], needle)])
         facts = {"true_depth": None if absent else depths[0]}
-        return Question(head + ids + tail, (value,), encode(tokenizer, f" {value}"), self.max_new_tokens, facts)
+        return Question(head + ids + tail, (value,), answer, self.max_new_tokens, facts)
 
     @cached_property
     def _sentences(self) -> list[str]:

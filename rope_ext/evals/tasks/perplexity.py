@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rope_ext.evals.checks import at_least_one, whole_numbers
-from rope_ext.evals.identity import digest
+from rope_ext.evals.identity import depends_on_length, digest
 from rope_ext.evals.memory import Holding
 from rope_ext.evals.reading import Advance, Limits
 from rope_ext.evals.runner import Row, Task
@@ -26,7 +27,8 @@ class Perplexity(Task):
     """Perplexity at each length.
 
     Full (default): one forward of BOS and length - 1 tokens; exp of the mean nll in each of ``bins`` equal position
-    bins, and for the prefixes of 256, 512, ... tokens. Sliding (``stride`` given, Press et al. 2021): windows of
+    bins, and for the prefixes of 256, 512, ... tokens (not where tables follow the length of the input: there the
+    beginning of a long text is not read as a short one). Sliding (``stride`` given, Press et al. 2021): windows of
     ``length`` tokens that advance by ``stride``; a window scores only the tokens no window scored before.
 
     Args:
@@ -35,6 +37,8 @@ class Perplexity(Task):
         bins: position bins of the full mode.
         stride: tokens between windows; None for the full mode.
         windows: how many windows the sliding mode reads.
+        mean_of_windows: in the sliding mode also the mean over the windows of the perplexity of all tokens of each, as
+            in YaRN's published code (there one window per text).
         samples: passages per length, one after the other in the text.
 
     Raises:
@@ -51,6 +55,7 @@ class Perplexity(Task):
         bins: int = 8,
         stride: int | None = None,
         windows: int = 10,
+        mean_of_windows: bool = False,
         samples: int = 1,
     ) -> None:
         self.lengths = whole_numbers("lengths", lengths)
@@ -58,20 +63,23 @@ class Perplexity(Task):
         for length in self.lengths:
             if stride is None and length < bins + 2:
                 raise ValueError(f"length {length} is too short for {bins} bins.")
-            if stride is not None and not 0 < stride < length:
-                raise ValueError(f"stride must be from 1 to length - 1 = {length - 1}, got {stride}.")
+            if stride is not None and (not isinstance(stride, Integral) or not 0 < stride < length):
+                raise ValueError(f"stride must be a whole number from 1 to length - 1 = {length - 1}, got {stride!r}.")
+        if mean_of_windows and stride is None:
+            raise ValueError("mean_of_windows needs windows: give a stride, too.")
         self.text, self.samples = text, samples
-        self.bins, self.stride, self.windows = bins, stride, windows
+        self.bins, self.stride, self.windows, self.mean_of_windows = bins, stride, windows, mean_of_windows
 
     def settings(self) -> Row:
         mode = {"bins": self.bins} if self.stride is None else {"stride": self.stride, "windows": self.windows}
-        return {"text": digest(self.text), **mode}
+        return {"text": digest(self.text), **mode, **({"mean_of_windows": True} if self.mean_of_windows else {})}
 
     def rows(self) -> list[Row]:
         return [{"length": length, "sample": sample} for length in self.lengths for sample in range(self.samples)]
 
     def holds(self, tokenizer: Any, rows: Sequence[Row], limits: Limits) -> Holding:
-        return Holding(forward=max(row["length"] for row in rows), cached=0)
+        longest = max(row["length"] for row in rows)
+        return Holding(forward=longest, cached=0, longest=longest)
 
     def measure(
         self, model: PreTrainedModel, tokenizer: Any, rows: Sequence[Row], limits: Limits, advance: Advance
@@ -90,32 +98,36 @@ class Perplexity(Task):
         bos = tokenizer.bos_token_id
         if self.stride is None:
             nll = token_nll(model, _begin(bos, ids))
-            return {"tokens": len(nll), "perplexity": _exp(nll.mean()), **self._by_position(nll)}
-        parts = []
+            return {"tokens": len(nll), "perplexity": _exp(nll.mean()), **self._by_position(nll, model)}
+        parts, means = [], []
         for window in range(self.windows):
             inside = ids[window * self.stride : window * self.stride + length - 1]
             scored = length - 1 if window == 0 else self.stride
             sequence = _begin(bos, inside)
-            parts.append(token_nll(model, sequence, start=max(1, sequence.shape[1] - scored)))
+            new = max(1, sequence.shape[1] - scored)
+            start = 1 if self.mean_of_windows else new
+            nll = token_nll(model, sequence, start)
+            means.append(_exp(nll.mean()))
+            parts.append(nll[new - start :])
         nll = torch.cat(parts)
-        return {"tokens": len(nll), "perplexity": _exp(nll.mean())}
+        more = {"mean_of_windows": sum(means) / len(means)} if self.mean_of_windows else {}
+        return {"tokens": len(nll), "perplexity": _exp(nll.mean()), **more}
 
-    def _by_position(self, nll: Tensor) -> Row:
+    def _by_position(self, nll: Tensor, model: PreTrainedModel) -> Row:
         parts = nll.tensor_split(self.bins)
         edges = [0]
         for part in parts:
             edges.append(edges[-1] + len(part))
-        prefixes = [SHORTEST_PREFIX << power for power in range(32) if SHORTEST_PREFIX << power < len(nll)]
-        return {
-            "bin_edges": edges,
-            "bin_perplexity": [_exp(part.mean()) for part in parts],
-            "prefix_perplexity": {str(end): _exp(nll[:end].mean()) for end in [*prefixes, len(nll)]},
-        }
+        found: Row = {"bin_edges": edges, "bin_perplexity": [_exp(part.mean()) for part in parts]}
+        if not depends_on_length(model):
+            ends = [SHORTEST_PREFIX << power for power in range(32) if SHORTEST_PREFIX << power < len(nll)]
+            found["prefix_perplexity"] = {str(end): _exp(nll[:end].mean()) for end in [*ends, len(nll)]}
+        return found
 
     def _tokens(self, tokenizer: Any, span: int, sample: int) -> Tensor:
         start, need = sample * span, (sample + 1) * span
         for text in (self.text[: 12 * need], self.text):  # 12 characters a token are mostly enough
-            ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
             if len(ids) >= need:
                 break
         if len(ids) < need:

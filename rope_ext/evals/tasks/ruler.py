@@ -257,15 +257,18 @@ class _Sheet:
     def encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)
 
-    def frame(self, wording: Wording, example: str = "", **values: str) -> int:
-        """Tokens that are left for the context."""
+    def frame(self, wording: Wording, example: str = "", answers: Sequence[str] = (), **values: str) -> int:
+        """Tokens that are left for the context; more than the paper's may be generated where the answers take more."""
         self.head, self.tail = wording.frame(self.tokenizer, self.chat, example, **values)
-        self.new_tokens = wording.new_tokens
+        self.new_tokens = max(wording.new_tokens, len(self.encode(_listing(answers))))
         room: int = self.row["length"] - len(self.head) - len(self.tail) - self.new_tokens
         return room
 
     def answered_by(self, ids: list[int], references: Sequence[str], **facts: Any) -> Question:
-        answer = self.encode(" " + ", ".join(references))
+        answer = self.encode(_listing(references))
+        if len(answer) > self.new_tokens:
+            taken, task = f"{len(answer)} tokens of {self.new_tokens}", self.row["subtask"]
+            raise ValueError(f"{task} cannot be measured with this tokenizer: the answer takes {taken}.")
         return Question(self.head + ids + self.tail, tuple(references), answer, self.new_tokens, facts)
 
     def check(self, room: int, needed: int) -> None:
@@ -279,6 +282,10 @@ class _Sheet:
         )
 
 
+def _listing(answers: Sequence[str]) -> str:
+    return " " + ", ".join(answers)
+
+
 def _niah(sheet: _Sheet, kind: Niah, essay: Sequence[str]) -> Question:
     rng = sheet.rng
     keys = _strings(kind.keys, rng, PAIRS if kind.hay == "needles" else kind.hidden)
@@ -289,7 +296,8 @@ def _niah(sheet: _Sheet, kind: Niah, essay: Sequence[str]) -> Question:
         depths.sort()  # the values of one key are asked for in the order of the text
     asked = hidden[: kind.asked * kind.each]
     wording = ONE if len(asked) == 1 else SEVERAL
-    room = sheet.frame(wording, keys=", ".join(dict.fromkeys(key for key, _ in asked)))
+    answers = [value for _, value in asked]
+    room = sheet.frame(wording, answers=answers, keys=", ".join(dict.fromkeys(key for key, _ in asked)))
     needles = [sheet.encode(" " + NEEDLE.format(key=key, value=value)) for key, value in hidden]
     room -= sum(len(needle) for needle in needles)
     if kind.hay == "needles":
@@ -298,7 +306,7 @@ def _niah(sheet: _Sheet, kind: Niah, essay: Sequence[str]) -> Question:
         sheet.check(room, SHORTEST)
         hay = haystack(sheet.tokenizer, NOISE if kind.hay == "noise" else essay, room, sheet.row["sample"])
     ids, true_depths = hide(hay, list(zip(depths, needles, strict=True)))
-    return sheet.answered_by(ids, [value for _, value in asked], true_depths=true_depths[: len(asked)])
+    return sheet.answered_by(ids, answers, true_depths=true_depths[: len(asked)])
 
 
 def _needles(sheet: _Sheet, keys: Iterator[str], values: Iterator[str], room: int) -> list[list[int]]:
@@ -339,7 +347,7 @@ def _vt(sheet: _Sheet) -> Question:
     value, other = (str(number) for number in rng.sample(range(10000, 100000), 2))
     names, shown = drawn[:5], drawn[5:]
     context = " ".join(" ".join(each) for each in zip(NOISE, _chain(shown, other), strict=True))
-    room = sheet.frame(TRACKING, TRACKING.worked(context, shown, value=other), value=value)
+    room = sheet.frame(TRACKING, TRACKING.worked(context, shown, value=other), answers=names, value=value)
     statements = [sheet.encode(" " + statement) for statement in _chain(names, value)]
     room -= sum(len(statement) for statement in statements)
     sheet.check(room, SHORTEST)
