@@ -13,8 +13,8 @@ Row = dict[str, Any]
 class Store:
     """The finished rows of a task by key.
 
-    A line that a crash cut off is dropped when the next one is added, and its row measured again; nothing that was whole
-    is lost.
+    A line that a crash cut off is dropped when the next one is added, and its row measured again; nothing that was
+    whole is lost.
 
     Args:
         folder: where ``<task>.jsonl`` is; None to keep rows in memory only.
