@@ -11,12 +11,24 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rope_ext import patched
 from rope_ext.cli import main
-from rope_ext.evals import Limits, Results, evaluate, memory, multi_doc_qa, needle, perplexity, plots, setups, sweep
+from rope_ext.evals import (
+    Limits,
+    Results,
+    evaluate,
+    memory,
+    multi_doc_qa,
+    needle,
+    perplexity,
+    plots,
+    reading,
+    setups,
+    sweep,
+)
 from rope_ext.evals.files import whole_file
 from rope_ext.evals.identity import fingerprint, weights
 from rope_ext.evals.memory import Holding
 from rope_ext.evals.questions import frame
-from rope_ext.evals.reading import TOGETHER, Prompt, reader
+from rope_ext.evals.reading import TOGETHER, Prompt
 from rope_ext.evals.results import wilson
 from rope_ext.evals.scoring import token_nll
 from rope_ext.evals.store import Store
@@ -280,20 +292,18 @@ def test_the_limit_of_a_container_counts(tmp_path):
     assert memory._left_to_container(tmp_path / "none") == []
 
 
-def test_so_many_answers_wait_for_each_other_at_most(small):
+@pytest.mark.parametrize(("patience", "most"), [(60.0, TOGETHER), (-1.0, 1)])
+def test_so_many_answers_wait_for_each_other_at_most(small, patience, most, monkeypatch):
     """What a run that is stopped loses."""
+    monkeypatch.setattr(reading, "PATIENCE", patience)
     model, tokenizer = small
     ids = [tokenizer.bos_token_id, *tokenizer.encode(TEXT, add_special_tokens=False)[:20]]
-    begun = []
     prompts = [[(number, Prompt(ids[: 10 + number % 7], [5, 6], 8))] for number in range(3 * TOGETHER)]
-
-    def groups():
-        for group in prompts:
-            begun.append(group)
-            yield group
-
-    for done, _ in enumerate(reader(model, Limits())(groups())):
-        assert len(begun) - done <= TOGETHER
+    begun = []
+    groups = (begun.append(group) or group for group in prompts)
+    left = [len(begun) - done for done, _ in enumerate(reading.reader(model, Limits())(groups))]
+    assert len(left) == len(prompts)
+    assert max(left) == most
 
 
 def test_a_run_that_writes_to_the_same_file_loses_nothing(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +31,10 @@ Advance = Callable[[int, float], None]
 
 
 TOGETHER = 16
-"""Prompts whose answers are decoded together, at most: so many are lost if a run is stopped."""
+"""Prompts whose answers are decoded together, at most."""
+
+PATIENCE = 60.0
+"""Seconds that a prompt that was read may wait for others: what a run that is stopped loses beside the row in work."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +134,16 @@ class Reader:
             advance: told about progress.
         """
         waiting: list[_Reading] = []
+        since = 0.0
         for group in groups:
             for reading in self._read_group(group, advance):
                 if reading.finished:
                     yield reading.key, reading.answer
                 else:
+                    since = since if waiting else time.monotonic()
                     waiting.append(reading)
-                if len(waiting) == TOGETHER or sum(each.room for each in waiting) > self.limits.batch_tokens:
+                full = len(waiting) == TOGETHER or sum(each.room for each in waiting) > self.limits.batch_tokens
+                if full or (waiting and time.monotonic() - since > PATIENCE):
                     yield from self._finish(waiting)
                     waiting = []
         yield from self._finish(waiting)
