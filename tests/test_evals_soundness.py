@@ -94,6 +94,18 @@ def test_any_change_of_a_setup_is_seen(small, how):
     assert (weights(other) == weights(small[0])) == (how in ("frequencies", "what ends a text"))
 
 
+def test_weights_may_lie_anywhere_in_a_buffer(small):
+    model = copy.deepcopy(small[0])
+    before = weights(model)
+    for weight in model.parameters():
+        weight.data = torch.cat([torch.zeros(1), weight.data.flatten()])[1:].view_as(weight)
+    assert weights(model) == before
+    half = model.to(torch.bfloat16)
+    for weight in half.parameters():
+        weight.data = torch.cat([weight.data.flatten()[:3], weight.data.flatten()])[3:].view_as(weight)
+    assert weights(half) == weights(copy.deepcopy(small[0]).to(torch.bfloat16)) != before
+
+
 @pytest.mark.parametrize("host", ["llama", "qwen3", "bloom", "mpt", "t5", "umt5"])
 def test_an_encoding_does_not_change_which_checkpoint_it_is(host):
     model = build(host)

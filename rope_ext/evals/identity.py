@@ -74,6 +74,7 @@ def _summary(named: tuple[str, Tensor]) -> tuple[str, tuple[int, ...], str, str]
     if whole.is_meta:
         return name, tuple(whole.shape), str(whole.dtype), "offloaded"
     flat = whole.contiguous().flatten().view(torch.uint8)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat  # a part of a larger buffer need not begin at a word
     long = len(flat) // _BLOCK * _BLOCK
     sums = flat[:long].view(torch.int64).view(-1, _BLOCK // 8).sum(-1)  # overflows wrap round
     content = hashlib.sha256(sums.cpu().numpy().tobytes() + flat[long:].cpu().numpy().tobytes())
