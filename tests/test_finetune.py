@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from conftest import SMALL_MODEL, build, logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,7 +48,8 @@ def command(out, processes=1, **settings):
     return [sys.executable, *(many if processes > 1 else []), str(RECIPE), *given]
 
 
-ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ON_CPU = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {**os.environ, **ON_CPU}
 
 
 def finish(out, processes=1, **settings):
@@ -56,6 +58,23 @@ def finish(out, processes=1, **settings):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The recipe in this process, where starting another one proves nothing more: settings -> None."""
+    for name, value in ON_CPU.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(finetune, "prepare_allocator", lambda: None)  # it is for the whole process
+
+    def run(out, **settings):
+        monkeypatch.setattr(sys, "argv", command(out, **settings)[1:])
+        try:
+            finetune.main()
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+    return run
 
 
 def losses(out):
@@ -101,12 +120,12 @@ def test_two_processes_equal_one(plain, tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(losses(out), abs=SAME)
 
 
-def test_other_micro_batches_equal_one_and_other_seeds_do_not(plain, tmp_path):
+def test_other_micro_batches_equal_one_and_other_seeds_do_not(plain, here, tmp_path):
     out, _ = plain
-    finish(tmp_path / "wide", micro_batch=4, tracker="tensorboard")
+    here(tmp_path / "wide", micro_batch=4, tracker="tensorboard")
     assert list((tmp_path / "wide" / "rope_ext").glob("events.out.tfevents.*"))
     assert losses(tmp_path / "wide") == pytest.approx(losses(out), abs=SAME)
-    finish(tmp_path / "seed", seed=1, max_steps=2)
+    here(tmp_path / "seed", seed=1, max_steps=2)
     assert losses(tmp_path / "seed") != pytest.approx(losses(out)[:2], abs=100 * SAME)
 
 
@@ -133,32 +152,33 @@ def test_killed_and_resumed_has_the_same_losses(plain, tmp_path, after):
 def test_a_folder_in_use_is_not_overwritten(plain):
     out, _ = plain
     done = subprocess.run(command(out), env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "--resume" in done.stderr
+    assert done.returncode == 1
+    assert "--resume" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
     assert len(losses(out)) == 6
 
 
-def refused(out, **settings):
+def refused(run, out, **settings):
     """The one line that a run ends with."""
-    done = subprocess.run(command(out, **settings), env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    return done.stderr.splitlines()[-1]
+    with pytest.raises(SystemExit) as end:
+        run(out, **settings)
+    assert "\n" not in end.value.code
+    return end.value.code
 
 
-def test_a_run_resumes_with_its_own_settings_only(plain, tmp_path):
+def test_a_run_resumes_with_its_own_settings_only(plain, here, tmp_path):
     out, run = plain[0], tmp_path / "run"
     shutil.copytree(out, run)
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
-    said = refused(run, resume=True, max_steps=8, method="linear", lora_alpha=64)
+    said = refused(here, run, resume=True, max_steps=8, method="linear", lora_alpha=64)
     assert "method='yarn' (now 'linear'), lora_alpha=32 (now 64)" in said
     (run / "checkpoint.pt").write_bytes(before[run / "checkpoint.pt"][:1000])
-    assert "checkpoint.pt is no checkpoint of this recipe, or damaged" in refused(run, resume=True, max_steps=8)
+    assert "checkpoint.pt is no checkpoint of this recipe, or damaged" in refused(here, run, resume=True, max_steps=8)
     (run / "checkpoint.pt").write_bytes(before[run / "checkpoint.pt"])
     assert before == {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     with (run / "log.jsonl").open("a") as log:
         log.write('{"step": 7, "lo')
-    finish(run, resume=True, max_steps=8)
+    here(run, resume=True, max_steps=8)
     assert losses(run)[:6] == losses(out)
     assert len(losses(run)) == 8
 
@@ -177,8 +197,8 @@ def test_a_run_resumes_with_its_own_settings_only(plain, tmp_path):
     ],
     ids=lambda settings: "-".join(settings),
 )
-def test_the_levers(settings, tmp_path):
-    finish(tmp_path / "run", **{**settings, "max_steps": 4, "save_every": 0, "merge": True})
+def test_the_levers(settings, here, tmp_path):
+    here(tmp_path / "run", **{**settings, "max_steps": 4, "save_every": 0, "merge": True})
     found = losses(tmp_path / "run")
     assert all(loss == loss and loss < 20 for loss in found)
     assert (tmp_path / "run" / "adapter" / "adapter_config.json").exists()
@@ -188,7 +208,7 @@ def test_the_levers(settings, tmp_path):
 @pytest.mark.parametrize(
     ("host", "method"), [("bloom", "alibi"), ("t5", "t5_bias"), ("umt5", "kerple"), ("mpt", "rope")]
 )
-def test_other_architectures(host, method, tmp_path):
+def test_other_architectures(host, method, here, tmp_path):
     """The small model's tokenizer on random models of other families."""
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{number}>" for number in range(20)]})
@@ -196,7 +216,7 @@ def test_other_architectures(host, method, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     given = {"model": str(tmp_path / "model"), "method": method, "factor": 0.0, "max_steps": 4, "merge": True}
-    finish(tmp_path / "run", **given)
+    here(tmp_path / "run", **given)
     found = losses(tmp_path / "run")
     assert len(found) == 4
     assert all(loss == loss for loss in found)
@@ -204,22 +224,22 @@ def test_other_architectures(host, method, tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(found, abs=SAME)
 
 
-def test_evaluation_while_training(tmp_path):
-    finish(tmp_path / "run", eval_every=2, max_steps=2, target_length=512)
+def test_evaluation_while_training(here, capsys, tmp_path):
+    here(tmp_path / "run", eval_every=2, max_steps=2, target_length=512)
     (entry,) = [
         json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines() if "needle" in line
     ]
     assert entry["step"] == 2
     assert entry["perplexity"] > 1
     assert 0 <= entry["needle"] <= 1
-    printed = finish(tmp_path / "far", eval_every=2, max_steps=2, target_length=1_000_000)  # longer than the text
+    here(tmp_path / "far", eval_every=2, max_steps=2, target_length=1_000_000)  # longer than the text
     assert len(losses(tmp_path / "far")) == 2
-    assert "no evaluation at 1000000 tokens" in printed
+    assert "no evaluation at 1000000 tokens" in capsys.readouterr().out
 
 
-def test_estimate_stops_before_training(tmp_path):
-    printed = finish(tmp_path / "run", estimate=True, devices=4)
-    assert "GB per device" in printed
+def test_estimate_stops_before_training(here, capsys, tmp_path):
+    here(tmp_path / "run", estimate=True, devices=4)
+    assert "GB per device" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 
@@ -301,8 +321,8 @@ def test_a_broken_settings_file_is_named(tmp_path):
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )
-def test_what_a_run_lacks_is_one_line_and_nothing_is_written(settings, said, tmp_path):
-    done = refused(tmp_path / "run", **settings)
+def test_what_a_run_lacks_is_one_line_and_nothing_is_written(settings, said, here, tmp_path):
+    done = refused(here, tmp_path / "run", **settings)
     assert said in done
     assert not (tmp_path / "run").exists()
 
