@@ -264,6 +264,21 @@ def test_the_mean_of_windows_equals_a_loop(small):
         Perplexity(TEXT, [64], mean_of_windows=True)
 
 
+@pytest.mark.parametrize("windows", [{}, {"stride": 16, "windows": 3}])
+def test_progress_is_that_of_the_tokens_that_were_read(small, windows):
+    """Not of the few with which the output head is tried first."""
+    model, tokenizer = small
+    heard, task = [], Perplexity(TEXT, [200], **windows)
+    passes = []
+    handle = model.model.layers[-1].register_forward_hook(lambda *_: passes.append(sum(heard)))
+    for _ in task.measure(model, tokenizer, task.rows(), Limits(), lambda index, share: heard.append(share)):
+        pass
+    handle.remove()
+    assert sum(heard) == pytest.approx(1)
+    assert passes[0] < 0.2  # after the trial
+    assert len(passes) == (9 if windows else 3)
+
+
 def test_prefixes_are_left_out_where_they_would_not_be_short_texts():
     model = build("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     task = Perplexity("", [100])

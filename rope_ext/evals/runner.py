@@ -217,5 +217,7 @@ class _Bar:
             self._progress.print(self._note, highlight=False, soft_wrap=True)
         return lambda index, share: self._progress.advance(self._bar, self._weights[index] * share)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, failed: Any, *_: Any) -> None:
+        if failed is None:
+            self._progress.update(self._bar, completed=sum(self._weights))
         self._progress.stop()

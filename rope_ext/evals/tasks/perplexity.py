@@ -87,7 +87,8 @@ class Perplexity(Task):
         if model.config.is_encoder_decoder:
             raise ValueError(f"perplexity needs a causal language model, {type(model).__name__} has an encoder.")
         for index, row in enumerate(rows):
-            with _layers_advance(model, partial(advance, index)):
+            tokens = row["length"] * (1 if self.stride is None else self.windows)
+            with _layers_advance(model, tokens, partial(advance, index)):
                 measured = self._read(model, tokenizer, row)
             yield index, measured
 
@@ -138,17 +139,18 @@ class Perplexity(Task):
 
 
 @contextmanager
-def _layers_advance(model: PreTrainedModel, advance: Callable[[float], None]) -> Iterator[None]:
-    """Report progress while one long forward is under way: a step per layer of the first pass."""
+def _layers_advance(model: PreTrainedModel, tokens: int, advance: Callable[[float], None]) -> Iterator[None]:
+    """Report progress while so many tokens are read: a step per layer of each forward pass."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    left = len(layers)
+    left = 1.0
 
-    def step(*_: Any) -> None:
+    def step(_: Any, __: Any, output: Any) -> None:
         nonlocal left
-        if left > 0:
-            left -= 1
-            advance(1 / len(layers))
+        read = (output[0] if isinstance(output, tuple) else output).shape[-2]
+        share = min(left, read / (tokens * len(layers)))
+        left -= share
+        advance(share)
 
     handles = [layer.register_forward_hook(step) for layer in layers]
     try:
