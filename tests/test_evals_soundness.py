@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -262,6 +263,14 @@ def test_the_mean_of_windows_equals_a_loop(small):
     assert plain.settings() != task.settings()
     with pytest.raises(ValueError, match="mean_of_windows needs windows"):
         Perplexity(TEXT, [64], mean_of_windows=True)
+
+
+def test_that_loop_fails_on_a_planted_fault(small, monkeypatch):
+    """If the first token of every window were not scored."""
+    short = sys.modules[Perplexity.__module__]
+    monkeypatch.setattr(short, "token_nll", lambda model, ids, start=1: token_nll(model, ids, start + 1))
+    with pytest.raises(AssertionError):
+        test_the_mean_of_windows_equals_a_loop(small)
 
 
 @pytest.mark.parametrize("windows", [{}, {"stride": 16, "windows": 3}])
