@@ -48,6 +48,10 @@ def _nothing_to_hand_back(original: nn.Module, stand_in: nn.Module) -> None:
     """An activation has no state."""
 
 
+def no_alibi(*args: Any, **kwargs: Any) -> None:
+    """In place of the biases of all keys, which attention does not read here."""
+
+
 class BloomAdapter(HostedAdapter):
     """BLOOM and BLOOMZ."""
 
@@ -58,6 +62,10 @@ class BloomAdapter(HostedAdapter):
     usual_length = 2048
     blocks = "h"
     attention = "self_attention"
+    counts = True
+
+    def attributes(self) -> list[tuple[nn.Module, str, Any]]:
+        return [(self.model.base_model, "build_alibi_tensor", no_alibi)]
 
     def other_swaps(self) -> list[Swap]:
         """BLOOM writes its GELU out, with five temporaries four times as wide as the model: the peak of its memory once

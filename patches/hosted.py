@@ -24,6 +24,7 @@ from rope_ext.encodings.rotary import Rotary, RotaryMethod
 from rope_ext.encodings.scores import ZonedMethod
 from rope_ext.registry import find_method
 
+from . import arguments
 from .base import Adapter, Channels, Patch, State, Swap, copy_configs
 from .positions import (
     AddVectors,
@@ -147,6 +148,16 @@ class HostedAdapter(Adapter):
         layers = root.get_submodule(self.blocks).children()
         return [Stack(root, [Place(layer, self.attention, layer.get_submodule(self.attention)) for layer in layers])]
 
+    refused: ClassVar[dict[str, str]] = {}
+    """Arguments of its forward that cannot be honoured here -> why."""
+
+    counts: ClassVar[bool] = False
+    """Whether its positions count real tokens only, where padding cuts a text."""
+
+    def attributes(self) -> list[tuple[nn.Module, str, Any]]:
+        """(module, name, value): what its modules carry while patched."""
+        return []
+
     def other_swaps(self) -> list[Swap]:
         """Modules beside attention whose memory would otherwise be what limits the length."""
         return []
@@ -206,7 +217,11 @@ class HostedAdapter(Adapter):
             notes=self._notes(),
             attention=attention_note(encoding, self.model, True),
         )
-        return Patch(self.model, encoding, state, swaps, configs, additions=added, hooks=hooks)
+        told = arguments.Told(counts=self.counts, refused=self.refused)
+        before = arguments.hooks(self.model, [stack.root for stack in self.stacks()], told)
+        return Patch(
+            self.model, encoding, state, swaps, configs, self.attributes(), additions=added, hooks=[*before, *hooks]
+        )
 
     def _replacements(
         self, encoding: Method, rotation: Rotation | None, length: int

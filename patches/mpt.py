@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -56,6 +56,9 @@ class MptAdapter(HostedAdapter):
     usual_length = 2048
     blocks = "blocks"
     attention = "attn"
+    refused: ClassVar[dict[str, str]] = {
+        "output_attentions": "MPT's layers hand on no request for attention weights; unpatch the model to see them."
+    }
 
     def refusal(self, method: type[Method]) -> str | None:
         bias_max = self.model.config.attn_config.alibi_bias_max

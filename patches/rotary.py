@@ -27,6 +27,7 @@ from rope_ext.encodings.raw import Host, RawMethod
 from rope_ext.encodings.rotary import Rotary, RotaryMethod, schedule
 from rope_ext.registry import METHODS
 
+from . import arguments
 from .base import Adapter, Channels, Patch, State, Swap, copy_configs
 from .positions import (
     AddVectors,
@@ -111,7 +112,7 @@ class RotaryAdapter(Adapter):
         built_from = None if stock else rope.config()
         swaps = [self._swap(found, text_config(top), tables, built_from) for found in modules]
         state = self._state_of(encoding, rope, trained, usable, tables, stock=stock)
-        return Patch(self.model, encoding, state, swaps, configs)
+        return Patch(self.model, encoding, state, swaps, configs, hooks=self._told())
 
     def _plan_dynamic_as_stock(self, encoding: Dynamic) -> Patch:
         """A table for each call, from its last position; cached keys keep theirs."""
@@ -129,7 +130,7 @@ class RotaryAdapter(Adapter):
         usable = round(length * encoding.extension)
         at_usable = {key: encoding.table(rotary, usable) for key, rotary in trained.items()}
         state = self._state_of(encoding, rope, trained, usable, at_usable, stock="dynamic")
-        return Patch(self.model, encoding, state, swaps, configs)
+        return Patch(self.model, encoding, state, swaps, configs, hooks=self._told())
 
     def _plan_attention(self, encoding: Method) -> Patch:
         """Attention is computed by rope_ext; what the rotary modules are left to turn follows from the method."""
@@ -179,7 +180,7 @@ class RotaryAdapter(Adapter):
         note = attention_note(encoding, self.model, causal=True)
         state = self._state_of(encoding, rope, trained, usable, channels, attention=note)
         attributes = [(module, SOURCE, source) for module, source in zip(attentions, sources, strict=True)]
-        hooks = [(root, keep_mapped)] if keeps_mapped(form) else []
+        hooks = [*self._told(), *[(root, keep_mapped)] * keeps_mapped(form)]
         return Patch(self.model, encoding, state, swaps, configs, attributes, added, hooks)
 
     def _plan_embedding(self, encoding: EmbeddingMethod) -> Patch:
@@ -195,8 +196,22 @@ class RotaryAdapter(Adapter):
         root, like = self.model.base_model, next(first.parameters())
         module = VectorPositions(encoding, self._host(rotary), like)
         state = self._state_of(encoding, rope, trained, usable, {})
-        hooks = [(first, AddVectors(root, module))]
+        hooks: list[Any] = [*self._told(), (first, AddVectors(root, module))]
         return Patch(self.model, encoding, state, swaps, configs, additions=additions(root, module), hooks=hooks)
+
+    def _told(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """The hooks that see to what the model is told about positions and documents."""
+        windows = self._windows() if "bias" in self.seams else None
+        roots = [found.parent for found in self._modules()]
+        return arguments.hooks(self.model, roots, arguments.Told(windows=windows))
+
+    def _windows(self) -> dict[str, int | None]:
+        """Tokens that queries of a layer see up to themselves, by layer type; under "" where all layers are alike."""
+        text = text_config(self.model.config)
+        window = getattr(text, "sliding_window", None)
+        types = getattr(text, "layer_types", None) or [""]
+        found = {kind: None if kind == "full_attention" else window for kind in types}
+        return found if len(found) > 1 else {"": next(iter(found.values()))}
 
     def _host(self, rotary: Rotary) -> Host:
         text = text_config(self.model.config)

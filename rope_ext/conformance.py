@@ -244,6 +244,15 @@ def _padded(model: PreTrainedModel, before: Tensor) -> None:
         _close(both[1:][mask[1:] > 0], logits(model, short)[0])
 
 
+@torch.no_grad()
+def _packed(model: PreTrainedModel, before: Tensor) -> None:
+    stack = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
+    alone = [tokens(40), tokens(TRAINED + 20, 3)]
+    again = torch.cat([torch.arange(text.shape[1]) for text in alone])[None]
+    wanted = torch.cat([stack(text).last_hidden_state for text in alone], 1)
+    _close(stack(torch.cat(alone, 1), position_ids=again).last_hidden_state, wanted)
+
+
 def _saved(model: PreTrainedModel, before: Tensor) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -291,6 +300,7 @@ CHECKS: dict[str, Callable[[PreTrainedModel, Tensor], None]] = {
     "a forward leaves nothing behind": _pure,
     "cached decoding equals the full forward": _cached,
     "padded rows equal each row alone": _padded,
+    "packed documents equal each alone": _packed,
     "generate equals full forwards": _generates,
     "saved and loaded to the same logits": _saved,
     "a training step gives finite gradients": _trained,

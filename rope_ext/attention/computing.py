@@ -59,6 +59,8 @@ def attend(
         if layout.offset == 0:
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
             return sdpa(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    if kind == "runs" and len(layout.runs()) > layout.batch:  # packed documents: the pairs of each, no others
+        return by_runs(layout.runs(), query, key, value, layout, method, scale, dropout)
     choice = choose(
         method.method if method else None,
         device=query.device.type,

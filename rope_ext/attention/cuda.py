@@ -75,7 +75,8 @@ def flex(query: Tensor, key: Tensor, value: Tensor, layout: Layout, bias: Bias |
     low = -(offset + queries - 1)
     numbers = table(bias, low, keys - 1 - offset, query.device)
     documents = None if layout.documents is None else layout.documents.to(query.device)
-    bounded, window, causal = layout.window is not None, layout.window or 0, layout.causal
+    bounded, window = layout.window is not None, layout.window or 0
+    causal, separate = layout.causal, layout.separate
 
     def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + numbers[h, j - (i + offset) - low]
@@ -88,7 +89,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, layout: Layout, bias: Bias |
             seen = seen & (j > i + offset - window)
         if documents is not None:
             seen = seen & (documents[b, j] >= 0)
-            if causal:
+            if separate:
                 seen = seen & (documents[b, j] == documents[b, i + offset])
         return seen
 

@@ -38,12 +38,14 @@ class Layout(BlockMask):
         q_length, kv_length: queries and keys of the call, in tokens.
         offset: index of the first query among the keys.
         causal: whether a query sees no key after itself.
+        separate: whether a query sees the keys of its own document only, as always in a decoder. In an encoder without
+            packed documents, and in cross-attention, it sees all that is not padding.
         window: how many keys up to itself a query sees (in an encoder: also ahead); None for all.
         sinks: how many of the first keys of a document stay visible outside the window.
         global_tokens: positions that see everything and are seen by every query.
-        documents: shape (batch, kv_length), int64: a query sees keys of its own document; -1 is padding, and they are
-            numbered in their order. None: one document without padding.
-        positions: shape (batch, kv_length), int64, where they are not the indices. None: they are.
+        documents: shape (batch, kv_length), int64, numbered in their order; -1 is padding. None: one document without
+            padding.
+        positions: shape (batch, kv_length), int64, where they are not counted from the start of a document.
         first: the position of key 0, one number or shape (batch, 1): what a sliding cache has let go came before it.
             With sinks, of the keys after them.
         mask: a mask of the caller's for all pairs, shape (batch or 1, heads or 1, q_length, kv_length): bool, or
@@ -58,6 +60,7 @@ class Layout(BlockMask):
         *,
         offset: int = 0,
         causal: bool,
+        separate: bool | None = None,
         window: int | None = None,
         sinks: int = 0,
         global_tokens: tuple[int, ...] = (),
@@ -68,6 +71,7 @@ class Layout(BlockMask):
     ) -> None:  # not BlockMask's: it would want blocks
         self.batch, self.q_length, self.kv_length = batch, q_length, kv_length
         self.offset, self.causal = offset, causal
+        self.separate = causal if separate is None else separate
         self.window, self.sinks, self.global_tokens = window, sinks, global_tokens
         self.documents, self.positions, self.first, self.mask = documents, positions, first, mask
         self._runs: list[Run] | None = None
@@ -93,11 +97,29 @@ class Layout(BlockMask):
     @property
     def kind(self) -> str:
         """ "plain": no padding; "runs": padding or documents, each in one piece; "pairs": anything else."""
-        if self.positions is not None or self.mask is not None:
+        if self.mask is not None or not self.steady:
             return "pairs"
         if self.documents is None:
             return "plain"
         return "runs" if self.runs() else "pairs"
+
+    @property
+    def steady(self) -> bool:
+        """Whether positions go up by one from each key of a document to the next."""
+        return self.positions is None or self.once("steady", self._is_steady)
+
+    def _is_steady(self) -> bool:
+        assert self.positions is not None
+        steps = torch.diff(self.positions) == 1
+        if self.documents is not None:
+            documents = self.documents.to(steps.device)
+            steps = steps | (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] < 0)
+        return bool(steps.all())
+
+    @property
+    def in_a_row(self) -> bool:
+        """Whether distances of positions are distances of indices, wherever a query sees a key."""
+        return self.steady and (self.documents is None or bool(self.runs()))
 
     def runs(self) -> list[Run]:
         """The call as runs that need no mask beside the causal one; empty where it cannot be said that way."""
@@ -113,10 +135,10 @@ class Layout(BlockMask):
         for row, ids in enumerate(self.documents.cpu()):
             edges = torch.nonzero(torch.diff(ids)).flatten().add(1).tolist()
             pieces = [(a, b) for a, b in zip([0, *edges], [*edges, len(ids)], strict=True) if ids[a] >= 0]
-            if len({int(ids[a]) for a, _ in pieces}) < len(pieces) or (not self.causal and len(pieces) > 1):
+            if len({int(ids[a]) for a, _ in pieces}) < len(pieces) or (not self.separate and len(pieces) > 1):
                 return []
             for start, stop in pieces:
-                if self.causal:
+                if self.separate:
                     first, last = max(start - self.offset, 0), min(stop - self.offset, self.q_length)
                     if first >= last:
                         continue
@@ -124,6 +146,7 @@ class Layout(BlockMask):
                 previous = runs[-1] if runs else None
                 if (
                     previous
+                    and self.positions is None
                     and previous.rows.stop == row
                     and (previous.queries, previous.keys)
                     == (
@@ -155,7 +178,7 @@ class Layout(BlockMask):
             documents = self.documents.to(device)
             others = documents[:, None, key_index]
             seen = seen & (others >= 0)
-            if self.causal:
+            if self.separate:
                 own = documents[:, rows.start + self.offset : rows.stop + self.offset]
                 seen = seen & (others == own[..., None])
         return seen[:, None]
@@ -231,7 +254,9 @@ class Layout(BlockMask):
         other.batch = rows.stop - rows.start
         other.q_length, other.kv_length = run.queries.stop - run.queries.start, run.keys.stop - run.keys.start
         other.offset = self.offset + run.queries.start - run.keys.start
-        other.documents = None
+        other.documents, other.separate = None, self.causal
+        if self.positions is not None:
+            other.positions = self.positions[rows, run.keys]
         if isinstance(self.first, Tensor):
             other.first = self.first[rows]
         if isinstance(other.first, Tensor) and bool((other.first == other.first[:1]).all()):
@@ -259,6 +284,15 @@ class Layout(BlockMask):
             raise ValueError(
                 "the cache has let keys go that `global_tokens` or sinks of padded rows need: use the default cache."
             )
+        if (sinks or global_tokens) and self.positions is not None:
+            begins = self._indices() == 0
+            if self.documents is not None:
+                begins = begins & (self.documents >= 0)
+            if self.positions[begins.to(self.positions.device).expand_as(self.positions)].any():
+                raise ValueError(
+                    "`position_ids` do not start at 0, where sinks and global tokens are counted from: let them start "
+                    "at 0 in each document, or patch without `sinks` and `global_tokens`."
+                )
         return other
 
     def with_positions(self, positions: Tensor) -> Layout:
@@ -268,36 +302,46 @@ class Layout(BlockMask):
         return other
 
     def counted(self) -> Layout:
-        """With positions that count real tokens only, as BLOOM has them; they differ where padding cuts a row."""
-        if self.kind != "pairs" or self.documents is None:
+        """With positions that count real tokens only, as BLOOM has them; they differ where padding cuts a document."""
+        if self.positions is not None or self.documents is None or self.kind != "pairs":
             return self
-        return self.with_positions(((self.documents >= 0).cumsum(-1) - 1).clamp(min=0))
+        return self.once("counted", self._counted)
+
+    def _counted(self) -> Layout:
+        assert self.documents is not None
+        so_far = (self.documents >= 0).cumsum(-1) - 1
+        return self.with_positions((so_far - self._at_start(so_far)).clamp(min=0))
 
     def at(self, position_ids: Tensor) -> Layout:
         """With the positions that the caller gave the queries, shape (1 or batch, q_length).
 
         Raises:
-            ValueError: they jump, and the positions of cached keys are not known.
+            ValueError: they are not where the queries stand, and the positions of cached keys are not known.
         """
         if self._seen is None or self._seen[0] is not position_ids:
             self._seen = position_ids, self._placed(position_ids)
         return self._seen[1]
 
     def _placed(self, position_ids: Tensor) -> Layout:
-        if self.q_length == 1 or position_ids.dim() != 2 or position_ids.shape[1] != self.q_length:
+        if position_ids.dim() != 2 or position_ids.shape[1] != self.q_length:
             return self
-        steps = torch.diff(position_ids, dim=1) == 1
-        if self.documents is not None:
-            own = self.documents[:, self.offset : self.offset + self.q_length].to(steps.device)
-            steps = steps | (own[:, 1:] != own[:, :-1]) | (own[:, 1:] < 0)
-        if bool(steps.all()):
-            return self
+        for each in (self, self.counted()):
+            if each._has_queries_at(position_ids):
+                return each
         if self.q_length != self.kv_length:
             raise ValueError(
                 "`position_ids` jump while keys are cached: the positions of the cached keys are not known. Pass "
                 "consecutive positions, or the whole sequence without a cache."
             )
         return self.with_positions(position_ids)
+
+    def _has_queries_at(self, position_ids: Tensor) -> bool:
+        """Whether all queries that are not padding have these positions."""
+        same = self.query_positions(position_ids.device) == position_ids
+        if self.documents is not None and self.causal:
+            own = self.documents[:, self.offset : self.offset + self.q_length].to(same.device)
+            same = same | (own < 0)
+        return bool(same.all())
 
     def key_positions(self, device: torch.device) -> Tensor:
         """Shape (batch or 1, kv_length): the given ones, else counted from the start of each document."""
@@ -316,6 +360,16 @@ class Layout(BlockMask):
             return index + torch.where(index < self.sinks, 0, first)  # a streaming cache: sinks, then the latest keys
         if self.documents is None:
             return index + first
-        documents = self.documents.to(device)
+        return index - self._at_start(index) + first
+
+    def _indices(self) -> Tensor:
+        """Keys counted from the start of their document, shape (batch or 1, kv_length)."""
+        index = torch.arange(self.kv_length, device=self.device)[None]
+        return index if self.documents is None else index - self._at_start(index)
+
+    def _at_start(self, rising: Tensor) -> Tensor:
+        """Of numbers that rise along the keys, the one at the start of each key's document."""
+        assert self.documents is not None
+        documents = self.documents.to(rising.device)
         before = F.pad(documents.cummax(-1).values, (1, -1), value=-1)
-        return index - torch.where(documents > before, index, 0).cummax(-1).values + first
+        return torch.where(documents > before, rising, 0).cummax(-1).values

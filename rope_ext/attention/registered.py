@@ -108,7 +108,10 @@ def attention(
             f"{type(module).__name__} has no encoding: attention implementation {NAME!r} works in patched models "
             "only, and this one was built from the config of one. Build it from an unpatched config, then patch_model."
         )
-    layout, method = applied(source(True), layout)
+    decodes = layout.causal or layout.mask is not None
+    layout, method = applied(source(decodes), layout)
+    if not decodes and method is not None and getattr(method.method, "causal_only", False):
+        raise ValueError(f"`is_causal`=False: {method.method.name} is defined for decoders. Patch with another method.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     config = module.__dict__.get("config")
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):

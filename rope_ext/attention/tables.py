@@ -33,7 +33,7 @@ def dense(bias: Bias | None, layout: Layout, rows: slice, keys: int | Tensor, de
     which = slice(0, keys) if isinstance(keys, int) else keys
     if bias is None:
         numbers = torch.zeros_like(seen, dtype=torch.float32)
-    elif isinstance(keys, int) and layout.positions is None and not layout.sinks and bias.method.toeplitz:
+    elif isinstance(keys, int) and layout.in_a_row and not layout.sinks and bias.method.toeplitz:
         low, high = -(layout.offset + rows.stop - 1), keys - 1 - layout.offset - rows.start
         values = table(bias, low, high, device).contiguous()
         numbers = hankel(values, 0, rows.stop - rows.start, keys).flip(2)

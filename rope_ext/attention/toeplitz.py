@@ -39,7 +39,7 @@ def attend(
             query[run.rows, :, run.queries],
             key[run.rows, :, run.keys],
             value[run.rows, :, run.keys],
-            layout.offset + run.queries.start - run.keys.start if layout.causal else layout.offset - run.keys.start,
+            layout.offset + run.queries.start - run.keys.start,
             layout,
             bias,
             scale,
