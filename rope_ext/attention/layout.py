@@ -48,6 +48,7 @@ class Layout(BlockMask):
         positions: shape (batch, kv_length), int64, where they are not counted from the start of a document.
         first: the position of key 0, one number or shape (batch, 1): what a sliding cache has let go came before it.
             With sinks, of the keys after them.
+        gone: how many keys, padding included, a sliding cache has let go.
         mask: a mask of the caller's for all pairs, shape (batch or 1, heads or 1, q_length, kv_length): bool, or
             floats that are added to the scores.
     """
@@ -67,13 +68,15 @@ class Layout(BlockMask):
         documents: Tensor | None = None,
         positions: Tensor | None = None,
         first: int | Tensor = 0,
+        gone: int = 0,
         mask: Tensor | None = None,
     ) -> None:  # not BlockMask's: it would want blocks
         self.batch, self.q_length, self.kv_length = batch, q_length, kv_length
         self.offset, self.causal = offset, causal
         self.separate = causal if separate is None else separate
         self.window, self.sinks, self.global_tokens = window, sinks, global_tokens
-        self.documents, self.positions, self.first, self.mask = documents, positions, first, mask
+        self.documents, self.positions, self.mask = documents, positions, mask
+        self.first, self.gone = first, gone
         self._runs: list[Run] | None = None
         self._seen: tuple[Tensor, Layout] | None = None
         self._made: dict[Any, Any] = {}
@@ -284,16 +287,21 @@ class Layout(BlockMask):
             raise ValueError(
                 "the cache has let keys go that `global_tokens` or sinks of padded rows need: use the default cache."
             )
-        if (sinks or global_tokens) and self.positions is not None:
-            begins = self._indices() == 0
-            if self.documents is not None:
-                begins = begins & (self.documents >= 0)
-            if self.positions[begins.to(self.positions.device).expand_as(self.positions)].any():
-                raise ValueError(
-                    "`position_ids` do not start at 0, where sinks and global tokens are counted from: let them start "
-                    "at 0 in each document, or patch without `sinks` and `global_tokens`."
-                )
+        if self.kv_length > other.window and (sinks or global_tokens) and not self._starts_at_zero():
+            raise ValueError(
+                "`position_ids` do not start at 0, where sinks and global tokens are counted from: let them start at 0 "
+                "in each document, or patch without `sinks` and `global_tokens`."
+            )
         return other
+
+    def _starts_at_zero(self) -> bool:
+        """Whether the first key of every document has position 0."""
+        if self.positions is None:
+            return True
+        first = self._indices() == 0
+        if self.documents is not None:
+            first = first & (self.documents >= 0)
+        return not bool(self.positions[first.to(self.positions.device).expand_as(self.positions)].any())
 
     def with_positions(self, positions: Tensor) -> Layout:
         """The same call with key positions of shape (batch, kv_length)."""
@@ -328,6 +336,9 @@ class Layout(BlockMask):
         for each in (self, self.counted()):
             if each._has_queries_at(position_ids):
                 return each
+        index = torch.arange(self.q_length, device=position_ids.device) + self.offset + self.gone
+        if self.positions is None and bool((position_ids == index).all()):
+            return self  # what models count that were given none, padding and all
         if self.q_length != self.kv_length:
             raise ValueError(
                 "`position_ids` jump while keys are cached: the positions of the cached keys are not known. Pass "

@@ -72,7 +72,7 @@ def make_layout(
     elif causal and q_length > 1 and not allow_is_causal_skip and mask_function is not causal_mask_function:
         documents = _documents(mask_function, batch_size, q_length, torch.device(device))
     where = {"offset": offset, "causal": causal, "window": local_size, "documents": documents, "first": first}
-    return Layout(batch_size, q_length, kv_length, **where)  # type: ignore[arg-type]
+    return Layout(batch_size, q_length, kv_length, **where, gone=kv_offset if causal else 0)  # type: ignore[arg-type]
 
 
 def _documents(mask_function: Callable[..., Any], batch: int, length: int, device: torch.device) -> Tensor | None:
