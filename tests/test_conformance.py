@@ -126,7 +126,11 @@ def test_nothing_is_left_behind_by_a_forward_and_the_future_is_unseen(family, me
     assert torch.equal(logits(model, short), before)
     changed = long.clone()
     changed[0, -1] = 3 + (changed[0, -1] - 2) % 50
-    assert torch.equal(logits(model, changed)[:, :-1], seen[:, :-1])
+    unseen = logits(model, changed)[:, :-1]
+    if "moe" in family:  # the last token's experts multiply other tokens in other groups: another rounding
+        assert (unseen - seen[:, :-1]).abs().max() < LOGITS
+    else:
+        assert torch.equal(unseen, seen[:, :-1])
     assert not torch.equal(logits(model, changed)[:, -1], seen[:, -1])
 
 
