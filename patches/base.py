@@ -20,16 +20,16 @@ ATTRIBUTE = "_rope_ext"
 
 @dataclass
 class Swap:
-    """One module in place of another: ``parent.name`` is ``old`` before and ``new`` after.
+    """One module, or number, in place of another: ``parent.name`` is ``old`` before and ``new`` after.
 
-    ``hand_back(old, new)`` readies ``old`` for its return: it stood aside while the model was moved.
+    ``hand_back(old, new)`` readies a module for its return: it stood aside while the model was moved.
     """
 
     parent: nn.Module
     name: str
-    old: nn.Module
-    new: nn.Module
-    hand_back: Callable[[nn.Module, nn.Module], None]
+    old: Any
+    new: Any
+    hand_back: Callable[[Any, Any], None] = lambda old, new: None
 
 
 @dataclass(frozen=True)

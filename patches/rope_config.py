@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from rope_ext.checkpoint import PATCHED_ENTRIES
+from rope_ext.checkpoint import PATCHED_ENTRIES, rope_configs
 from rope_ext.encodings.rotary import Rotary, RotaryMethod, divisor_lists, schedule
 
 Sections = dict[str | None, dict[str, Any]]
 """``rope_parameters`` by layer type; the key is None where one entry serves all layers."""
 
-SLIDING = "sliding_attention"
-"""Layers of this type see a fixed window whatever the context, so their rotary table stays as trained."""
+SLIDING = "sliding"
+"""Layers of a type with this in its name see a fixed window whatever the context: their table stays as trained."""
 
 UNSTOCKABLE = "requires rope_ext.load_patched"
 """The ``rope_type`` of a config that stock transformers cannot express: loading it there fails, naming the way out."""
@@ -28,16 +28,31 @@ SCALING_KEYS = frozenset(
 
 
 class CheckpointRope:
-    """What a checkpoint's config said about its positions before any patch."""
+    """What a checkpoint's config said about its positions before any patch.
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self.text = text_config(config)
+    ``held``: the layer types that the model has a table for (a config may name more); None: one table serves all.
+
+    Raises:
+        ValueError: there is nothing to scale, or an encoder and its decoder differ in it.
+    """
+
+    def __init__(self, config: PreTrainedConfig, held: Collection[str | None]) -> None:
+        self.held, self.texts = held, rope_configs(config)
+        self.text = self.texts[-1]
         record = getattr(config, "rope_ext", None)
         if record:
             self.original: dict[str, Any] = copy.deepcopy(record["original"])
         else:
-            present = [name for name in PATCHED_ENTRIES if hasattr(self.text, name)]
-            self.original = {name: copy.deepcopy(getattr(self.text, name)) for name in present}
+            self.original, *others = (
+                {name: copy.deepcopy(getattr(text, name)) for name in PATCHED_ENTRIES if hasattr(text, name)}
+                for text in reversed(self.texts)
+            )
+            for other in others:
+                if other != self.original:
+                    raise ValueError(
+                        f"{config.model_type}: its encoder has {other}, its decoder {self.original}; one method is "
+                        "hosted on both stacks only where these agree."
+                    )
         if not self.original.get("rope_parameters") or "max_position_embeddings" not in self.original:
             raise ValueError(
                 f"{config.model_type}: its config has no rope_parameters or max_position_embeddings to scale."
@@ -52,7 +67,7 @@ class CheckpointRope:
         layered = {key: value for key, value in self.parameters.items() if isinstance(value, dict)}
         if not layered:
             return {None: self.parameters}
-        return {key: value for key, value in layered.items() if key != SLIDING}
+        return {key: value for key, value in layered.items() if key in self.held and SLIDING not in key}
 
     @property
     def per_layer_type(self) -> bool:
@@ -88,9 +103,11 @@ class CheckpointRope:
             )
         return int(recorded) if recorded and rope_type != "dynamic" else self.max_length
 
-    def config(self, parameters: dict[str, Any] | None = None) -> PreTrainedConfig:
-        """A text config of its own with these ``rope_parameters``, else the original ones, and the original length."""
-        config = copy.deepcopy(self.text)
+    def config(self, parameters: dict[str, Any] | None = None, of: PreTrainedConfig | None = None) -> PreTrainedConfig:
+        """A copy (``of`` the decoder's text config) with these ``rope_parameters``, else the original ones, and the
+        original length.
+        """
+        config = copy.deepcopy(of or self.text)
         config.rope_parameters = copy.deepcopy(parameters or self.parameters)
         config.max_position_embeddings = self.max_length
         return config

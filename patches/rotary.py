@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rope_ext.attention import NAME, Kept
 from rope_ext.attention.mapped_cache import keep_mapped
 from rope_ext.attention.registered import SOURCE
+from rope_ext.checkpoint import rope_configs
 from rope_ext.config import Method
 from rope_ext.encodings.bias import BiasMethod
 from rope_ext.encodings.embedding import EmbeddingMethod
@@ -51,9 +52,11 @@ from .rotary_module import (
     build_as_stock,
     hand_back,
     holds,
+    layer_types,
     set_table,
     table_of,
 )
+from .score_scale import READ, may_scale_scores, rescaled, score_scales
 
 SEAMS = frozenset({"rotary", "qk", "bias", "scores", "embedding"})
 """Every seam: what an architecture hosts whose attention goes through transformers' attention interface."""
@@ -75,14 +78,15 @@ class RotaryAdapter(Adapter):
     def refusal(self, method: type[Method]) -> str | None:
         reason = super().refusal(method)
         try:
-            self._modules()
-            rope = CheckpointRope(self.model.config)
+            rope, _ = self._found()
             self._trained(rope, rope.max_length)
         except ValueError as error:
             reason = reason or str(error)
         return reason
 
     def plan(self, encoding: Method) -> Patch:
+        if isinstance(encoding, Turning):
+            self._check_growth(encoding)
         if isinstance(encoding, Dynamic) and not encoding.exact:
             return self._plan_dynamic_as_stock(encoding)
         if isinstance(encoding, RotaryMethod) and encoding.window is None:
@@ -91,42 +95,53 @@ class RotaryAdapter(Adapter):
             return self._plan_embedding(encoding)
         return self._plan_attention(encoding)
 
+    def _check_growth(self, encoding: Turning) -> None:
+        for section in self._found()[0].sections.values():
+            rope_type = section.get("rope_type", "default")
+            if rope_type not in encoding.starts_from:
+                raise ValueError(
+                    f"{encoding.name}: this checkpoint comes scaled ({rope_type!r}, factor {section.get('factor')}), "
+                    "and a method that grows with the length would drop its table inside the trained length, too. Take "
+                    "a static method (yarn, ntk ...), or load it with rope_parameters of rope_type 'default'."
+                )
+
     def _plan_rotary(self, encoding: RotaryMethod) -> Patch:
         """The rotary modules turn otherwise; nothing else changes."""
-        modules = self._modules()
-        rope = CheckpointRope(self.model.config)
+        rope, modules = self._found()
         trained = self._trained(rope, encoding.original_max_position_embeddings)
         tables = {key: checked_table(encoding, rotary) for key, rotary in trained.items()}
         length = next(iter(trained.values())).trained_length
         usable = round(length * encoding.extension)
 
         stock, parameters = "", rope.with_sections({key: {"rope_type": UNSTOCKABLE} for key in trained})
+        scales: dict[nn.Module, float] | None = None
         for rope_type, sections in expressions(encoding, trained):
             candidate = rope.config()
             write_patch(candidate, rope.with_sections(sections), usable, length)
-            if holds(build_as_stock(type(modules[0].module), candidate), tables):
+            found = self._score_scales(rope, candidate.rope_parameters)
+            scales = found if scales is None else scales  # as under the method's own type, the first
+            if found == scales and holds(build_as_stock(type(modules[0].module), candidate), tables):
                 stock, parameters = rope_type, candidate.rope_parameters
                 break
 
-        configs, top = self._configs(encoding, rope, parameters, usable, length)
-        built_from = None if stock else rope.config()
-        swaps = [self._swap(found, text_config(top), tables, built_from) for found in modules]
+        configs = self._configs(encoding, rope, parameters, usable, length)
+        swaps = self._swaps(rope, modules, configs, tables, follows_config=bool(stock), scales=scales)
         state = self._state_of(encoding, rope, trained, usable, tables, stock=stock)
         return Patch(self.model, encoding, state, swaps, configs, hooks=self._told())
 
     def _plan_dynamic_as_stock(self, encoding: Dynamic) -> Patch:
         """A table for each call, from its last position; cached keys keep theirs."""
-        modules, rope = self._modules(), CheckpointRope(self.model.config)
+        rope, modules = self._found()
         trained = self._trained(rope, encoding.original_max_position_embeddings)
         length = next(iter(trained.values())).trained_length
         if None not in trained:
             raise ValueError("dynamic: option `exact`=False needs one rotary table for all layers; leave it out.")
         parameters = rope.with_sections({None: encoding.native(trained[None]) or {}})
         # stock reads L0 from max_position_embeddings
-        configs, top = self._configs(encoding, rope, parameters, length, length)
+        configs = self._configs(encoding, rope, parameters, length, length)
         tables = {key: encoding.table(rotary, length) for key, rotary in trained.items()}
         grown = partial(GrowingRotary, table=partial(encoding.table, trained[None]), trained_length=length)
-        swaps = [self._swap(found, text_config(top), tables, None, grown) for found in modules]
+        swaps = self._swaps(rope, modules, configs, tables, follows_config=True, kind=grown)
         usable = round(length * encoding.extension)
         at_usable = {key: encoding.table(rotary, usable) for key, rotary in trained.items()}
         state = self._state_of(encoding, rope, trained, usable, at_usable, stock="dynamic")
@@ -139,7 +154,7 @@ class RotaryAdapter(Adapter):
                 f"{self.model.config.model_type}: {encoding.name} with these options needs attention computed by "
                 "rope_ext, which this architecture does not host; only rotary methods without a pattern."
             )
-        rope, modules = CheckpointRope(self.model.config), self._modules()
+        rope, modules = self._found()
         assert isinstance(encoding, (RotaryMethod, BiasMethod, RawMethod))
         trained = self._trained(rope, encoding.original_max_position_embeddings)
         (rotary,) = trained.values()
@@ -164,10 +179,10 @@ class RotaryAdapter(Adapter):
             channels = {None: encoding.table(rotary, int(last))}
 
         parameters = rope.with_sections({key: {"rope_type": UNSTOCKABLE} for key in trained})
-        configs, top = self._configs(encoding, rope, parameters, usable, rotary.trained_length)
+        configs = self._configs(encoding, rope, parameters, usable, rotary.trained_length)
         for _, new in configs:
             new._attn_implementation = NAME
-        swaps = [self._swap(found, text_config(top), tables, rope.config(), GuardedRotary) for found in modules]
+        swaps = self._swaps(rope, modules, configs, tables, kind=GuardedRotary)
         attentions = attention_modules(self.model)
         added: list[tuple[nn.Module, str, nn.Module]] = []
         root = self.model.base_model
@@ -185,14 +200,14 @@ class RotaryAdapter(Adapter):
 
     def _plan_embedding(self, encoding: EmbeddingMethod) -> Patch:
         """The rotary modules turn nothing; vectors are added to what the first layer reads."""
-        rope, modules = CheckpointRope(self.model.config), self._modules()
+        rope, modules = self._found()
         trained = self._trained(rope, encoding.original_max_position_embeddings)
         rotary, first = next(iter(trained.values())), first_layer(self.model)
         encoding = with_scale(encoding, self.model)
         parameters = rope.with_sections({key: {"rope_type": UNSTOCKABLE} for key in trained})
         usable = rotary.trained_length
-        configs, top = self._configs(encoding, rope, parameters, usable, usable)
-        swaps = [self._swap(found, text_config(top), still(trained), rope.config()) for found in modules]
+        configs = self._configs(encoding, rope, parameters, usable, usable)
+        swaps = self._swaps(rope, modules, configs, still(trained))
         root, like = self.model.base_model, next(first.parameters())
         module = VectorPositions(encoding, self._host(rotary), like)
         state = self._state_of(encoding, rope, trained, usable, {})
@@ -243,36 +258,56 @@ class RotaryAdapter(Adapter):
 
     def _configs(
         self, encoding: Method, rope: CheckpointRope, parameters: dict[str, Any], usable: int, length: int
-    ) -> tuple[list[tuple[PreTrainedConfig, PreTrainedConfig]], PreTrainedConfig]:
-        """((original, patched) configs, the patched one of the whole model)."""
-        configs = copy_configs(self.model)
-        top = next(new for old, new in configs if old is self.model.config)
-        for text in (text_config(new) for _, new in configs):
-            if type(text) is type(rope.text):
-                write_patch(text, parameters, usable, length)
-        top.rope_ext = {**encoding.to_dict(), "original": rope.original}
-        return configs, top
+    ) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:
+        """(original, patched) configs."""
+        configs, kinds = copy_configs(self.model), {type(text) for text in rope.texts}
+        for old, new in configs:
+            for text in rope_configs(new):
+                if type(text) in kinds:
+                    write_patch(text, parameters, usable, length)
+            if old is self.model.config:
+                new.rope_ext = {**encoding.to_dict(), "original": rope.original}
+        return configs
 
-    def _swap(
+    def _swaps(
         self,
-        found: Found,
-        config: PreTrainedConfig,
+        rope: CheckpointRope,
+        modules: list[Found],
+        configs: list[tuple[PreTrainedConfig, PreTrainedConfig]],
         tables: Tables,
-        built_from: PreTrainedConfig | None,
+        follows_config: bool = False,
         kind: Callable[[nn.Module], PatchedRotary] = PatchedRotary,
-    ) -> Swap:
-        """A patched module for one of the model's; ``built_from`` is given where the patched config cannot be built."""
-        host = build(type(found.module), built_from or config)
-        host.config = config  # type: ignore[assignment]
-        if built_from is not None:
-            for key, (frequencies, scaling) in tables.items():
-                set_table(host, key, frequencies, scaling)
-        new, device = kind(host), next(found.module.buffers()).device
-        return Swap(found.parent, found.name, found.module, new if device.type == "meta" else new.to(device), hand_back)
+        scales: dict[nn.Module, float] | None = None,
+    ) -> list[Swap]:
+        """Patched modules for the model's; ``follows_config``: the patched config says what they hold.
+
+        ``scales``: by what attention multiplies its scores; by default as the patched config says.
+        """
+        patched = {id(old): new for old, new in configs}
+        if scales is None:
+            scales = self._score_scales(rope, patched[id(modules[0].module.config)].rope_parameters)
+        swaps = rescaled(scales)
+        for found in modules:
+            config = patched[id(found.module.config)]
+            host = build(type(found.module), config if follows_config else rope.config(of=config))
+            host.config = config  # type: ignore[assignment]
+            if not follows_config:
+                for key, (frequencies, scaling) in tables.items():
+                    set_table(host, key, frequencies, scaling)
+            new, device = kind(host), next(found.module.buffers()).device
+            new = new if device.type == "meta" else new.to(device)
+            swaps.append(Swap(found.parent, found.name, found.module, new, hand_back))
+        return swaps
+
+    def _score_scales(self, rope: CheckpointRope, parameters: dict[str, Any]) -> dict[nn.Module, float]:
+        """By what attention multiplies its scores under these ``rope_parameters``, where it may depend on them."""
+        if not may_scale_scores(rope.text.rope_parameters, parameters):
+            return {}
+        return score_scales(self.model, rope.config(parameters))
 
     def state(self) -> State:
-        rope = CheckpointRope(self.model.config)
-        module = self._modules()[0].module
+        rope, modules = self._found()
+        module = modules[0].module
         notes = _notes(rope)
         try:
             trained = self._trained(rope, None)
@@ -306,17 +341,34 @@ class RotaryAdapter(Adapter):
             notes=notes,
         )
 
+    def _found(self) -> tuple[CheckpointRope, list[Found]]:
+        """(what the config says, the rotary modules): all that a plan starts from.
+
+        Raises:
+            ValueError: there are none, they are called in another way, or they do not all turn alike.
+        """
+        modules, kind = self._modules(), self.model.config.model_type
+        first, *others = (found.module for found in modules)
+        held = layer_types(first)
+        for other in others:
+            alike = layer_types(other) == held and all(
+                _alike(table_of(first, key), table_of(other, key)) for key in held
+            )
+            if not alike:
+                raise ValueError(
+                    f"{kind}: its {len(modules)} rotary modules turn differently; one method is hosted on all."
+                )
+        return CheckpointRope(self.model.config, held), modules
+
     def _modules(self) -> list[Found]:
-        """The text model's rotary modules."""
-        kind, text = self.model.config.model_type, text_config(self.model.config)
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            raise ValueError(f"{kind} is an encoder-decoder; rotary encodings are hosted on single-stack models only.")
-        if getattr(text, "alibi", False):
+        """The rotary modules of the text model, or of both its stacks."""
+        kind, texts = self.model.config.model_type, rope_configs(self.model.config)
+        if getattr(texts[-1], "alibi", False):
             raise ValueError(f"{kind}: this checkpoint uses ALiBi; its rotary module is not called (config.alibi).")
-        found = []
+        kinds, found = {type(text) for text in texts}, []
         for path, module in self.model.named_modules():
             tables = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
-            if tables and type(module.__dict__.get("config")) is type(text):
+            if tables and type(module.__dict__.get("config")) in kinds:
                 if "position_ids" not in inspect.signature(type(module).forward).parameters:
                     raise ValueError(f"{kind}: {path} ({type(module).__name__}) is not called with position_ids.")
                 parent, _, name = path.rpartition(".")
@@ -331,7 +383,10 @@ class RotaryAdapter(Adapter):
     def _trained(self, rope: CheckpointRope, length: int | None) -> dict[str | None, Rotary]:
         """The unscaled geometry of each section, checked against the table that the host builds from it."""
         if not rope.sections:
-            raise ValueError(f"{self.model.config.model_type}: every layer is a sliding-window layer; none to extend.")
+            raise ValueError(
+                f"{self.model.config.model_type}: every layer is a sliding-window layer, which no context outgrows; "
+                "there is none to extend."
+            )
         plain = rope.config(rope.with_sections({key: {"rope_type": "default"} for key in rope.sections}))
         kind = type(self._modules()[0].module)
         try:
@@ -340,11 +395,6 @@ class RotaryAdapter(Adapter):
             raise ValueError(f"{kind.__name__} cannot be built without the checkpoint's scaling: {error!r}.") from error
         trained = {}
         for key, section in rope.sections.items():
-            if "mscale_all_dim" in section:
-                raise ValueError(
-                    f"{self.model.config.model_type}: its attention modules scale their scores by "
-                    "rope_parameters['mscale_all_dim'] when they are built, which a patch cannot follow."
-                )
             table, base = table_of(host, key)[0], float(section["rope_theta"])
             dim = 2 * table.numel()
             if dim < 4:
@@ -385,6 +435,14 @@ def first_layer(model: PreTrainedModel) -> nn.Module:
     return layers[0]
 
 
+def _alike(one: tuple[Tensor, float], other: tuple[Tensor, float]) -> bool:
+    """Whether two tables are the same; on the meta device, whether they could be."""
+    (first, factor), (second, scaling) = one, other
+    if first.is_meta or second.is_meta:
+        return first.shape == second.shape
+    return torch.equal(first.to(second.device), second) and factor == scaling
+
+
 def _channels(trained: dict[str | None, Rotary], tables: Tables) -> tuple[Channels, ...]:
     return tuple(
         Channels(key, schedule(rotary.dim, rotary.base), tables[key][0].detach().cpu().float())
@@ -396,9 +454,11 @@ def _notes(rope: CheckpointRope) -> tuple[str, ...]:
     notes = []
     for section in rope.sections.values():
         if section.get("rope_type", "default") != "default":
-            notes.append(f"the checkpoint comes scaled ({section['rope_type']}); a method replaces that scaling")
+            pair = ", ".join(f"{name} {section[name]:g}" for name in ("mscale", READ) if section.get(name))
+            scaling = f"{section['rope_type']}, {pair}" if pair else section["rope_type"]
+            notes.append(f"the checkpoint comes scaled ({scaling}); a method replaces that scaling")
     if rope.per_layer_type:
-        notes.append(f"{SLIDING} layers keep their own rotary table")
+        notes += [f"{key} layers keep their own rotary table" for key in rope.parameters if SLIDING in key]
     elif getattr(rope.text, "sliding_window", None) and getattr(rope.text, "use_sliding_window", True):
         notes.append(f"layers with a sliding window see at most {rope.text.sliding_window} tokens back")
     return tuple(notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import tempfile
@@ -38,6 +39,16 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 LEARNED = "position_encoding."
 """Part of the name of every parameter that an encoding learns."""
+
+
+def rope_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The configs whose rope entries a patch changes, the decoder's last: one, or an encoder-decoder's two."""
+    if not config.is_encoder_decoder:
+        return [config.get_text_config(decoder=True)]
+    names = ("encoder", "decoder", "encoder_config", "decoder_config")
+    parts = [part for part in (getattr(config, name, None) for name in names) if isinstance(part, PreTrainedConfig)]
+    texts = [config, *(part.get_text_config() for part in parts)]
+    return [text for text in texts if getattr(text, "rope_parameters", None)] or [config]
 
 
 def load_patched(path: str | Path, model_class: type[PreTrainedModel] | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -142,13 +153,12 @@ def take_record(config: PreTrainedConfig, where: str) -> Method:
             stacklevel=3,
         )
     encoding = find_method(record["method"]).from_options(record["options"])
-    # the text config of an encoder-decoder is a copy
-    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
-    for name in {*PATCHED_ENTRIES, *record["original"], *record.get("added", ())}:
-        if name in record["original"]:
-            setattr(text, name, record["original"][name])
-        elif hasattr(text, name):
-            delattr(text, name)
+    for text in rope_configs(config):
+        for name in {*PATCHED_ENTRIES, *record["original"], *record.get("added", ())}:
+            if name in record["original"]:
+                setattr(text, name, copy.deepcopy(record["original"][name]))
+            elif hasattr(text, name):
+                delattr(text, name)
     config._experts_implementation = None  # where the entry that makes stock transformers refuse has gone on loading
     del config.rope_ext
     return encoding

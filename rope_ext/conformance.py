@@ -44,6 +44,21 @@ _SIZE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _T5 = {"head_dim": 16, "d_ff": 96, "num_decoder_layers": 2, "decoder_start_token_id": 0, "n_positions": TRAINED}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_STACK = {**_SIZE, "head_dim": 16, "sliding_window": 24}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -54,11 +69,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mpt": {"max_seq_len": 2 * TRAINED},  # stock reads no further
     "t5": _T5,
     "umt5": _T5,
+    "falcon": {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2},
     "gemma2": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "t5gemma": {"encoder": _STACK, "decoder": _STACK},
     "gpt_neox": {"rotary_pct": 0.5},
     "olmo2": {},
 }
-"""model_type: entries of its config. The last three go through the generic rotary adapter."""
+"""model_type: entries of its config. From gemma2 on they go through the generic rotary adapter."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +158,15 @@ def usual_options(method: type[Method], model: PreTrainedModel) -> dict[str, Any
         options["factor"] = 2
     if "long_factor" in names:
         tables = [table for name, table in model.named_buffers() if name.endswith("inv_freq")]
-        config = model.config
-        whole = getattr(config, "d_kv", None) or config.hidden_size // config.num_attention_heads
-        pairs = tables[0].numel() if tables else whole // 2
-        options["long_factor"] = [1.0 + pair for pair in range(pairs)]
+        options["long_factor"] = [1.0 + pair for pair in range(tables[0].numel() if tables else _head_dim(model) // 2)]
     if "max_positions" in names:
         options["max_positions"] = 4 * TRAINED
     return options
+
+
+def _head_dim(model: PreTrainedModel) -> int:
+    config = model.config
+    return int(getattr(config, "d_kv", None) or config.hidden_size // config.num_attention_heads)
 
 
 def check(architecture: str, method: str) -> Cell:

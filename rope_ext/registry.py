@@ -24,6 +24,7 @@ METHODS: dict[str, type[Method]] = {
 
 ADAPTERS: dict[str, str | type[Adapter]] = {
     "bloom": "rope_ext.patches.bloom:BloomAdapter",
+    "falcon": "rope_ext.patches.falcon:falcon",
     "llama": "rope_ext.patches.llama:LlamaAdapter",
     "mistral": "rope_ext.patches.mistral:MistralAdapter",
     "mpt": "rope_ext.patches.mpt:MptAdapter",

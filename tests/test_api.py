@@ -361,13 +361,6 @@ def test_the_factor_of_a_registered_method_is_checked(value):
         patch_model(build("llama"), Wrong(factor=2))
 
 
-def test_mscale_options_do_not_reach_stock_attention():
-    model = patch_model(build("llama"), "yarn", factor=4, mscale=1.0, mscale_all_dim=0.5)
-    written = model.config.rope_parameters
-    assert "mscale_all_dim" not in written
-    assert written["attention_factor"] == pytest.approx(describe(model).attention_scaling)
-
-
 def test_patching_in_threads_leaves_the_log_level():
     import logging
     from concurrent.futures import ThreadPoolExecutor

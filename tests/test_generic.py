@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from conftest import GENERIC, STOCK, TRAINED, build, ids, logits, options
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_ext import describe, load_patched, methods, patch_model, unpatch_model
 from rope_ext.patches.rotary_module import PatchedRotary
@@ -97,7 +97,6 @@ def test_phi3_takes_its_own_longrope_lists():
 REFUSED = {
     "phimoe": "cannot be called with positions alone",
     "gpt2": "nothing was replaced",
-    "t5gemma": "encoder-decoder",
 }
 
 
@@ -105,12 +104,7 @@ REFUSED = {
 def test_refusals_give_the_reason_and_leave_the_model(model_type):
     size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     size |= {"vocab_size": 50, "intermediate_size": 32, "num_local_experts": 2, "pad_token_id": 0, "head_dim": 16}
-    if model_type == "t5gemma":
-        nested = {name: value for name, value in size.items() if name != "num_local_experts"}
-        settings = AutoConfig.for_model("t5gemma", encoder=nested, decoder=nested, vocab_size=50)
-        model = AutoModelForSeq2SeqLM.from_config(settings)
-    else:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **size))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **size))
     modules = {name: id(module) for name, module in model.named_modules()}
     entries = model.config.to_dict()
     with pytest.raises(ValueError, match=REFUSED[model_type]):
@@ -164,14 +158,6 @@ def test_attention_that_reads_the_original_length_keeps_it():
     patch_model(model, "linear", factor=4)
     assert logits(model, ids(2 * TRAINED)).isfinite().all()
     assert model.config.rope_parameters["original_max_position_embeddings"] == TRAINED
-
-
-def test_a_rotary_module_that_is_not_used_is_refused():
-    from transformers import FalconConfig, FalconForCausalLM
-
-    size = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 61}
-    with pytest.raises(ValueError, match="uses ALiBi"):
-        patch_model(FalconForCausalLM(FalconConfig(**size, alibi=True)), "yarn", factor=4)
 
 
 def test_methods_of_a_model_without_rotary_positions_are_none():

@@ -74,6 +74,8 @@ class Turning(QkMethod):
     """Rotation by a table that may differ from stage to stage."""
 
     causal_only: ClassVar[bool] = False
+    starts_from: ClassVar[tuple[str, ...]] = ("default", "dynamic")
+    """The ``rope_type`` of checkpoints whose own table it has inside the trained length."""
 
     @abstractmethod
     def table(self, rotary: Rotary, stage: int) -> tuple[Tensor, float]:
@@ -178,6 +180,7 @@ class DynamicLongRope(Turning):
     formula: ClassVar[str] = "longrope with the short list for L <= L0, the long one for L > L0"
     source: ClassVar[str] = "Ding et al. 2024, arXiv:2402.13753"
     fine_tuning: ClassVar[FineTuning] = "not needed"
+    starts_from: ClassVar[tuple[str, ...]] = ("default", "dynamic", "longrope")
     factor: float = number(at_least=1, at_most=1e6)
     """s: target length over trained length."""
     long_factor: tuple[float, ...] | None = numbers(None)

@@ -235,17 +235,9 @@ class Yarn(_Scaled):
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def native(self, rotary: Rotary) -> dict[str, Any]:
-        named = [name for name in ("beta_fast", "beta_slow", "truncate") if name in self.options()]
-        given: dict[str, Any] = {name: getattr(self, name) for name in named}
-        if self.attention_factor is not None or self.mscale is not None or self.mscale_all_dim is not None:
-            # not as mscale entries: some stock attention modules scale their scores by those as well
-            given["attention_factor"] = self.attention_scaling(rotary)
-        return {
-            "rope_type": "yarn",
-            "factor": self.factor,
-            "original_max_position_embeddings": rotary.trained_length,
-            **given,
-        }
+        entries = ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+        given = {name: value for name, value in self.options().items() if name in entries}
+        return {"rope_type": "yarn", "original_max_position_embeddings": rotary.trained_length, **given}
 
 
 @dataclass(frozen=True, kw_only=True)
