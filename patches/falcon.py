@@ -42,7 +42,11 @@ class RoundedAlibi(Kept):
 
 
 class FalconAttention(HostedAttention):
-    """Falcon's attention with any bias or rotation, without a matrix of all pairs; keys are cached once per KV head."""
+    """Falcon's attention with any bias or rotation, without a matrix of all pairs; keys are cached once per KV head.
+
+    It computes what stock's SDPA path does. Stock's eager path, taken for ``output_attentions`` as well, adds the bias
+    twice: once with the mask, and once more beside it.
+    """
 
     def forward(
         self,

@@ -20,6 +20,9 @@ SLIDING = "sliding"
 UNSTOCKABLE = "requires rope_ext.load_patched"
 """The ``rope_type`` of a config that stock transformers cannot express: loading it there fails, naming the way out."""
 
+SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+"""Every ``rope_type`` whose unscaled table is base^(-2i/d)."""
+
 SCALING_KEYS = frozenset(
     "rope_type type factor original_max_position_embeddings attention_factor beta_fast beta_slow short_factor "
     "long_factor low_freq_factor high_freq_factor mscale mscale_all_dim truncate".split()
@@ -58,6 +61,18 @@ class CheckpointRope:
                 f"{config.model_type}: its config has no rope_parameters or max_position_embeddings to scale."
             )
         self.parameters: dict[str, Any] = self.original["rope_parameters"]
+        unknown = [key for key in held if key and key not in (getattr(self.text, "layer_types", None) or ())]
+        if unknown:
+            raise ValueError(
+                f"{config.model_type}: its rotary tables are for {unknown}, which are not its layer_types; which of "
+                "them serve sliding windows, and have to stay as they are, is not said."
+            )
+        for section in self.sections.values():
+            if section.get("rope_type", "default") not in SCALINGS:
+                raise ValueError(
+                    f"{config.model_type}: rope_type {section['rope_type']!r} is not one that a method can take the "
+                    f"place of ({', '.join(SCALINGS)})."
+                )
         self.max_length: int = self.original["max_position_embeddings"]
         self.given_length: int | None = record["options"].get("original_max_position_embeddings") if record else None
 

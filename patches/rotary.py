@@ -53,6 +53,7 @@ from .rotary_module import (
     hand_back,
     holds,
     layer_types,
+    same,
     set_table,
     table_of,
 )
@@ -347,18 +348,17 @@ class RotaryAdapter(Adapter):
         Raises:
             ValueError: there are none, they are called in another way, or they do not all turn alike.
         """
-        modules, kind = self._modules(), self.model.config.model_type
+        modules = self._modules()
         first, *others = (found.module for found in modules)
         held = layer_types(first)
+        rope = CheckpointRope(self.model.config, held)
         for other in others:
-            alike = layer_types(other) == held and all(
-                _alike(table_of(first, key), table_of(other, key)) for key in held
-            )
-            if not alike:
+            if layer_types(other) != held or not all(same(table_of(first, key), table_of(other, key)) for key in held):
                 raise ValueError(
-                    f"{kind}: its {len(modules)} rotary modules turn differently; one method is hosted on all."
+                    f"{self.model.config.model_type}: its {len(modules)} rotary modules turn differently; a method is "
+                    "hosted on all or none."
                 )
-        return CheckpointRope(self.model.config, held), modules
+        return rope, modules
 
     def _modules(self) -> list[Found]:
         """The rotary modules of the text model, or of both its stacks."""
@@ -384,7 +384,7 @@ class RotaryAdapter(Adapter):
         """The unscaled geometry of each section, checked against the table that the host builds from it."""
         if not rope.sections:
             raise ValueError(
-                f"{self.model.config.model_type}: every layer is a sliding-window layer, which no context outgrows; "
+                f"{self.model.config.model_type}: only its sliding-window layers turn, which no context outgrows; "
                 "there is none to extend."
             )
         plain = rope.config(rope.with_sections({key: {"rope_type": "default"} for key in rope.sections}))
@@ -433,14 +433,6 @@ def first_layer(model: PreTrainedModel) -> nn.Module:
             f"{model.config.model_type}: its layers are not called with position_ids, so nothing can be added there."
         )
     return layers[0]
-
-
-def _alike(one: tuple[Tensor, float], other: tuple[Tensor, float]) -> bool:
-    """Whether two tables are the same; on the meta device, whether they could be."""
-    (first, factor), (second, scaling) = one, other
-    if first.is_meta or second.is_meta:
-        return first.shape == second.shape
-    return torch.equal(first.to(second.device), second) and factor == scaling
 
 
 def _channels(trained: dict[str | None, Rotary], tables: Tables) -> tuple[Channels, ...]:

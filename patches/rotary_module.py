@@ -152,6 +152,14 @@ def holds(host: nn.Module | None, tables: Tables) -> bool:
     return True
 
 
+def same(one: tuple[Tensor, float], other: tuple[Tensor, float]) -> bool:
+    """Whether two tables are the same; on the meta device, whether they could be."""
+    (first, factor), (second, scaling) = one, other
+    if first.is_meta or second.is_meta:
+        return first.shape == second.shape
+    return torch.equal(first.to(second.device), second) and factor == scaling
+
+
 def _attributes(layer_type: str | None) -> tuple[str, str]:
     prefix = f"{layer_type}_" if layer_type else ""
     return f"{prefix}inv_freq", f"{prefix}attention_scaling"

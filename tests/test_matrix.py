@@ -28,11 +28,11 @@ def test_every_seam_is_hosted_where_the_documents_say():
     """Decoders that the package knows host everything; refusals are for a reason of the method or the architecture."""
     for method, kind in registry.METHODS.items():
         found = row(method)
-        for architecture in ("llama", "mistral", "qwen2", "qwen3", "bloom", "mpt"):
+        for architecture in ("llama", "mistral", "qwen2", "qwen3", "bloom", "mpt", "falcon"):
             assert found[architecture].startswith("ok"), (method, architecture)
         for architecture in ("t5", "umt5"):
             assert found[architecture].startswith("ok") != getattr(kind, "causal_only", False)
-        for architecture in ("gemma2", "gpt_neox", "olmo2"):
+        for architecture in ("gemma2", "gemma3_text", "deepseek_v2", "deepseek_v3", "t5gemma", "gpt_neox", "olmo2"):
             assert found[architecture].startswith("ok") == (kind.seam == "rotary")
 
 
