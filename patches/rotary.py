@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from .positions import (
     with_scale,
 )
 from .rope_config import SLIDING, UNSTOCKABLE, CheckpointRope, expressions, text_config, write_patch
+from .rotary_found import Found, find, geometry
 from .rotary_module import (
     GrowingRotary,
     PatchedRotary,
@@ -52,8 +53,6 @@ from .rotary_module import (
     build_as_stock,
     hand_back,
     holds,
-    layer_types,
-    same,
     set_table,
     table_of,
 )
@@ -61,14 +60,6 @@ from .score_scale import READ, may_scale_scores, rescaled, score_scales
 
 SEAMS = frozenset({"rotary", "qk", "bias", "scores", "embedding"})
 """Every seam: what an architecture hosts whose attention goes through transformers' attention interface."""
-
-
-class Found(NamedTuple):
-    """A rotary module and its place: ``parent.name`` is ``module``."""
-
-    parent: nn.Module
-    name: str
-    module: nn.Module
 
 
 class RotaryAdapter(Adapter):
@@ -79,8 +70,8 @@ class RotaryAdapter(Adapter):
     def refusal(self, method: type[Method]) -> str | None:
         reason = super().refusal(method)
         try:
-            rope, _ = self._found()
-            self._trained(rope, rope.max_length)
+            rope, modules = find(self.model)
+            geometry(rope, modules, rope.max_length)
         except ValueError as error:
             reason = reason or str(error)
         return reason
@@ -97,7 +88,7 @@ class RotaryAdapter(Adapter):
         return self._plan_attention(encoding)
 
     def _check_growth(self, encoding: Turning) -> None:
-        for section in self._found()[0].sections.values():
+        for section in find(self.model)[0].sections.values():
             rope_type = section.get("rope_type", "default")
             if rope_type not in encoding.starts_from:
                 raise ValueError(
@@ -108,8 +99,8 @@ class RotaryAdapter(Adapter):
 
     def _plan_rotary(self, encoding: RotaryMethod) -> Patch:
         """The rotary modules turn otherwise; nothing else changes."""
-        rope, modules = self._found()
-        trained = self._trained(rope, encoding.original_max_position_embeddings)
+        rope, modules = find(self.model)
+        trained = geometry(rope, modules, encoding.original_max_position_embeddings)
         tables = {key: checked_table(encoding, rotary) for key, rotary in trained.items()}
         length = next(iter(trained.values())).trained_length
         usable = round(length * encoding.extension)
@@ -132,8 +123,8 @@ class RotaryAdapter(Adapter):
 
     def _plan_dynamic_as_stock(self, encoding: Dynamic) -> Patch:
         """A table for each call, from its last position; cached keys keep theirs."""
-        rope, modules = self._found()
-        trained = self._trained(rope, encoding.original_max_position_embeddings)
+        rope, modules = find(self.model)
+        trained = geometry(rope, modules, encoding.original_max_position_embeddings)
         length = next(iter(trained.values())).trained_length
         if None not in trained:
             raise ValueError("dynamic: option `exact`=False needs one rotary table for all layers; leave it out.")
@@ -155,9 +146,9 @@ class RotaryAdapter(Adapter):
                 f"{self.model.config.model_type}: {encoding.name} with these options needs attention computed by "
                 "rope_ext, which this architecture does not host; only rotary methods without a pattern."
             )
-        rope, modules = self._found()
+        rope, modules = find(self.model)
         assert isinstance(encoding, (RotaryMethod, BiasMethod, RawMethod))
-        trained = self._trained(rope, encoding.original_max_position_embeddings)
+        trained = geometry(rope, modules, encoding.original_max_position_embeddings)
         (rotary,) = trained.values()
         usable = round(rotary.trained_length * encoding.extension)
         text = text_config(self.model.config)
@@ -201,8 +192,8 @@ class RotaryAdapter(Adapter):
 
     def _plan_embedding(self, encoding: EmbeddingMethod) -> Patch:
         """The rotary modules turn nothing; vectors are added to what the first layer reads."""
-        rope, modules = self._found()
-        trained = self._trained(rope, encoding.original_max_position_embeddings)
+        rope, modules = find(self.model)
+        trained = geometry(rope, modules, encoding.original_max_position_embeddings)
         rotary, first = next(iter(trained.values())), first_layer(self.model)
         encoding = with_scale(encoding, self.model)
         parameters = rope.with_sections({key: {"rope_type": UNSTOCKABLE} for key in trained})
@@ -307,13 +298,13 @@ class RotaryAdapter(Adapter):
         return score_scales(self.model, rope.config(parameters))
 
     def state(self) -> State:
-        rope, modules = self._found()
+        rope, modules = find(self.model)
         module = modules[0].module
         notes = _notes(rope)
         try:
-            trained = self._trained(rope, None)
+            trained = geometry(rope, modules, None)
         except ValueError as error:  # the config leaves L0 open: patching asks for it, a report need not
-            trained = self._trained(rope, rope.max_length)
+            trained = geometry(rope, modules, rope.max_length)
             notes += (f"the trained length is a guess: {error}",)
         built = build(type(module), rope.text)
         expected = {key: table_of(built, key) for key in trained}
@@ -341,71 +332,6 @@ class RotaryAdapter(Adapter):
             stock=current["rope_type"],
             notes=notes,
         )
-
-    def _found(self) -> tuple[CheckpointRope, list[Found]]:
-        """(what the config says, the rotary modules): all that a plan starts from.
-
-        Raises:
-            ValueError: there are none, they are called in another way, or they do not all turn alike.
-        """
-        modules = self._modules()
-        first, *others = (found.module for found in modules)
-        held = layer_types(first)
-        rope = CheckpointRope(self.model.config, held)
-        for other in others:
-            if layer_types(other) != held or not all(same(table_of(first, key), table_of(other, key)) for key in held):
-                raise ValueError(
-                    f"{self.model.config.model_type}: its {len(modules)} rotary modules turn differently; a method is "
-                    "hosted on all or none."
-                )
-        return rope, modules
-
-    def _modules(self) -> list[Found]:
-        """The rotary modules of the text model, or of both its stacks."""
-        kind, texts = self.model.config.model_type, rope_configs(self.model.config)
-        if getattr(texts[-1], "alibi", False):
-            raise ValueError(f"{kind}: this checkpoint uses ALiBi; its rotary module is not called (config.alibi).")
-        kinds, found = {type(text) for text in texts}, []
-        for path, module in self.model.named_modules():
-            tables = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
-            if tables and type(module.__dict__.get("config")) in kinds:
-                if "position_ids" not in inspect.signature(type(module).forward).parameters:
-                    raise ValueError(f"{kind}: {path} ({type(module).__name__}) is not called with position_ids.")
-                parent, _, name = path.rpartition(".")
-                found.append(Found(self.model.get_submodule(parent), name, module))
-        if not found:
-            raise ValueError(
-                f"no rotary module found in {type(self.model).__name__} (model_type {kind!r}): nothing was replaced. "
-                "Rotary encodings need a module that holds `inv_freq` and the text config."
-            )
-        return found
-
-    def _trained(self, rope: CheckpointRope, length: int | None) -> dict[str | None, Rotary]:
-        """The unscaled geometry of each section, checked against the table that the host builds from it."""
-        if not rope.sections:
-            raise ValueError(
-                f"{self.model.config.model_type}: only its sliding-window layers turn, which no context outgrows; "
-                "there is none to extend."
-            )
-        plain = rope.config(rope.with_sections({key: {"rope_type": "default"} for key in rope.sections}))
-        kind = type(self._modules()[0].module)
-        try:
-            host = build(kind, plain)
-        except Exception as error:
-            raise ValueError(f"{kind.__name__} cannot be built without the checkpoint's scaling: {error!r}.") from error
-        trained = {}
-        for key, section in rope.sections.items():
-            table, base = table_of(host, key)[0], float(section["rope_theta"])
-            dim = 2 * table.numel()
-            if dim < 4:
-                raise ValueError(f"rotary dimension {dim} is too small: the methods need at least 2 channel pairs.")
-            if table.shape != (dim // 2,) or not torch.allclose(table, schedule(dim, base), rtol=1e-5):
-                raise ValueError(
-                    f"{kind.__name__} does not rotate with base^(-2i/d) (base {base:g}, d {dim}): "
-                    "its frequencies cannot be rescaled by these methods."
-                )
-            trained[key] = Rotary(dim, base, length or rope.trained_length(section), section)
-        return trained
 
 
 def checked_table(encoding: RotaryMethod, rotary: Rotary) -> tuple[Tensor, float]:
