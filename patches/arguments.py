@@ -35,7 +35,7 @@ PASSED = frozenset(
 """Keywords that transformers reads on the way (losses, outputs), or that say nothing beside ``TOLD``."""
 
 HANDED_ON = frozenset("is_causal shift_labels ignore_index debug_io debug_io_dir prune_layers".split())
-"""Keywords that are read on the way in models that name ``position_ids``, and hand all keywords on."""
+"""Keywords that are read on the way in models that read positions: those hand all keywords on."""
 
 NEUTRAL = {
     "token_type_ids": 0,
@@ -60,6 +60,8 @@ class Told:
         windows: tokens that a query sees up to itself, by the config's layer type; under "" where layers are all alike;
             empty where they have none. None where the model's masks are not known: it then makes them itself.
         stacks: how many stacks it holds; two are an encoder and a decoder.
+        reads: whether its attention, or its rotary module, is given the ``position_ids`` of its forward.
+        masked_by_positions: whether the masks that the model makes itself keep documents apart by their positions.
         counts: whether positions count real tokens where padding cuts a text.
         refused: keywords that it cannot honour -> why.
     """
@@ -67,6 +69,8 @@ class Told:
     causal: bool = True
     windows: Mapping[str, int | None] | None = field(default_factory=dict)
     stacks: int = 1
+    reads: bool = True
+    masked_by_positions: bool = False
     counts: bool = False
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -104,7 +108,7 @@ class Told:
         for name, why in self.refused.items():
             if isinstance(given.get(name), Tensor) or given.get(name):
                 raise ValueError(f"`{name}`: {why}")
-        read = {*names, *TOLD, *PASSED, *(HANDED_ON if "position_ids" in names else ())}
+        read = {*names, *TOLD, *PASSED, *(HANDED_ON if self.reads else ())}
         for name in given.keys() - read:
             neutral = self.causal if name == "is_causal" else NEUTRAL.get(name)
             if name not in NEUTRAL:
@@ -130,7 +134,7 @@ class Told:
             )
         packed = row.documents
         if packed is None:
-            return self._placed(row, names, implementation)
+            return self._placed(row)
         row.refuse_cache()
         if "encoder_hidden_states" in given:
             raise ValueError(
@@ -147,7 +151,7 @@ class Told:
         if implementation.startswith("flash"):
             return {**changes, **flash_lengths(packed)}
         if self.windows is None or implementation not in (*STOCK, NAME):
-            if not masks_read_positions(type(module).forward):
+            if not self.masked_by_positions:
                 raise ValueError(
                     f"documents packed in a row: {row.kind} does not keep them apart under {implementation!r} "
                     "attention. Give each row one document, padded."
@@ -155,15 +159,15 @@ class Told:
             return {**changes, **row.left_to_stock(implementation)}
         return {**changes, "attention_mask": self._masks(row, packed, implementation)}
 
-    def _placed(self, row: Row, names: tuple[str, ...], implementation: str) -> dict[str, Any] | None:
+    def _placed(self, row: Row) -> dict[str, Any] | None:
         """One document in each row: positions that the forward would not read."""
-        if row.positions is None or "position_ids" in names:
-            return None  # the forward reads them
+        if row.positions is None or self.reads:
+            return None
         if row.mask is not None and row.mask.dim() != 2:
             raise ValueError(f"`position_ids` beside a mask of all pairs: {row.kind} reads one of them only.")
         expected = row.layout(self.causal, cached=True)
         expected = expected.counted() if self.counts else expected
-        placed = expected.at(row.positions)
+        placed = expected.placed(row.positions)
         if placed is not expected and row.past:
             raise ValueError(
                 f"`position_ids` leave out padding inside a row with a cache, and {row.kind} counts it: leave them out."
@@ -174,7 +178,7 @@ class Told:
         kind = Layout if implementation == NAME else PackedMask
         base = row.layout(self.causal, packed, kind=kind)
         if row.positions is not None:
-            base = base.at(row.positions)
+            base = base.placed(row.positions)
         masks = {name: base.patterned(window, 0, ()) for name, window in (self.windows or {"": None}).items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -192,7 +196,7 @@ def masks_read_positions(forward: Callable[..., Any]) -> bool:
 
     Only then do they keep documents apart. Read off its code: some families leave positions out, and nothing says so.
     """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    tree = _code(forward)
     tell: set[str] = set()  # names of the keywords that are shared by several masks, and hold positions
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -207,6 +211,21 @@ def masks_read_positions(forward: Callable[..., Any]) -> bool:
     return bool(made_masks) and all(given & {"position_ids", *tell} for given in made_masks)
 
 
+@cache
+def hands_on(forward: Callable[..., Any]) -> bool:
+    """Whether a model's forward hands positions and all other keywords on to the model inside it."""
+    calls = (node for node in ast.walk(_code(forward)) if isinstance(node, ast.Call))
+    inner = [
+        call for call in calls if ast.unparse(call.func).startswith("self.") and "loss" not in ast.unparse(call.func)
+    ]
+    given = {ast.unparse(keyword) for call in inner for keyword in call.keywords}
+    return "**kwargs" in given and "position_ids" in _names(forward)
+
+
+def _code(forward: Callable[..., Any]) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+
+
 def hooks(model: PreTrainedModel, roots: Iterable[nn.Module], told: Told) -> list[tuple[nn.Module, Callable[..., Any]]]:
     """The hook before ``roots``, and before the models around them that would not hand positions on."""
     found: list[tuple[nn.Module, Callable[..., Any]]] = []
@@ -214,7 +233,12 @@ def hooks(model: PreTrainedModel, roots: Iterable[nn.Module], told: Told) -> lis
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             inside = [root for root in roots if any(root is each for each in module.modules())]
-            if inside and (module in inside or "position_ids" not in _names(type(module).forward)):
-                decodes = getattr(inside[0], "is_decoder", told.causal)
-                found.append((module, replace(told, causal=decodes, stacks=len(inside))))
+            if inside and (module in inside or not hands_on(type(module).forward)):
+                own = replace(
+                    told,
+                    causal=getattr(inside[0], "is_decoder", told.causal),
+                    stacks=len(inside),
+                    masked_by_positions=all(masks_read_positions(type(root).forward) for root in inside),
+                )
+                found.append((module, own))
     return found

@@ -90,6 +90,7 @@ class FalconAlibiAdapter(HostedAdapter):
     usual_length = 2048
     blocks = "h"
     attention = "self_attention"
+    counts = True
 
     def other_swaps(self) -> list[Swap]:
         """The base model would build its ALiBi, and a mask of all pairs from it."""

@@ -217,7 +217,7 @@ class HostedAdapter(Adapter):
             notes=self._notes(),
             attention=attention_note(encoding, self.model, True),
         )
-        told = arguments.Told(counts=self.counts, refused=self.refused)
+        told = arguments.Told(reads=False, counts=self.counts, refused=self.refused)
         before = arguments.hooks(self.model, [stack.root for stack in self.stacks()], told)
         return Patch(
             self.model, encoding, state, swaps, configs, self.attributes(), additions=added, hooks=[*before, *hooks]

@@ -209,7 +209,7 @@ class RotaryAdapter(Adapter):
     def _told(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
         """The hooks that see to what the model is told about positions and documents."""
         windows = self._windows() if "bias" in self.seams else None
-        roots = [found.parent for found in self._modules()]
+        roots = [found.parent for found in find(self.model)[1]]
         return arguments.hooks(self.model, roots, arguments.Told(windows=windows))
 
     def _windows(self) -> dict[str, int | None]:

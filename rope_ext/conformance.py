@@ -133,11 +133,11 @@ def as_markdown(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
-def tiny(architecture: str) -> PreTrainedModel:
-    """A random model of the architecture, the same on every call."""
+def tiny(architecture: str, **changes: Any) -> PreTrainedModel:
+    """A random model of the architecture, the same on every call; ``changes``: entries of its config."""
     known = AutoConfig.for_model(architecture)
     sized = {name: value for name, value in _SIZE.items() if hasattr(known, name) or name.endswith("_token_id")}
-    config = AutoConfig.for_model(architecture, **{**sized, **ARCHITECTURES[architecture]})
+    config = AutoConfig.for_model(architecture, **{**sized, **ARCHITECTURES[architecture], **changes})
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

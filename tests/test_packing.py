@@ -13,9 +13,11 @@ from transformers.utils.generic import TransformersKwargs
 
 from rope_ext import patch_model, registry, unpatch_model
 from rope_ext.attention import Layout, blockwise, choosing, documents
+from rope_ext.conformance import tiny
 from rope_ext.patches import arguments, rows
 
-HOSTS = ["llama", "mistral_window", "qwen2", "qwen2_moe", "qwen3", "bloom", "mpt", "t5", "umt5"]
+TINY = {"falcon": {}, "deepseek_v3": {}, "falcon_rotary": {"alibi": False}}
+HOSTS = ["llama", "mistral_window", "qwen2", "qwen2_moe", "qwen3", "bloom", "mpt", "t5", "umt5", "falcon"]
 """The others of FAMILIES and HOSTED share an adapter with one of these."""
 
 LENGTHS = (40, 90, 13)
@@ -43,7 +45,7 @@ few = pytest.mark.parametrize(("host", "method"), FEW)
 
 def patched(host, method, **given):
     """T5: its encoder, which reads both ways."""
-    model = build(host, **given)
+    model = tiny(host.partition("_rot")[0], **TINY[host], **given) if host in TINY else build(host, **given)
     model = model.get_encoder() if model.config.is_encoder_decoder else model
     return patch_model(model, method, **options(method, model))
 
@@ -158,11 +160,10 @@ def test_a_boundary_in_the_wrong_place_is_noticed(host, method, monkeypatch):
     assert apart(read(model, input_ids=row, position_ids=again), wanted) > 10 * LOGITS
 
 
-@pytest.mark.parametrize("family", GENERIC)
+@pytest.mark.parametrize("family", [*GENERIC, "falcon_rotary", "deepseek_v3"])
 @torch.no_grad()
 def test_generic_models_keep_documents_apart_by_positions_or_refuse(family):
-    model = build(family)
-    patch_model(model, "linear", factor=2)
+    model = patched(family, "linear")
     alone, row, again, on, edges = pack()
     wanted = torch.cat([read(model, input_ids=text) for text in alone], 1)
     lengths = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
@@ -217,7 +218,7 @@ def test_other_attention_implementations():
         wanted = torch.cat([read(model, input_ids=text) for text in alone], 1)
         assert apart(read(model, input_ids=row, position_ids=on, **lengths), wanted) < LOGITS
     # flash attention takes cumulative lengths; it cannot run here, what it would be given can be looked at
-    told = arguments.Told()
+    told = arguments.Told(masked_by_positions=True)
     model.config._attn_implementation = "flash_attention_2"
     _, given = told(model.model, (row,), {"seq_idx": documents.of_lengths(edges, 1, row.shape[1])})
     assert torch.equal(given["cu_seq_lens_q"], edges)

@@ -321,24 +321,29 @@ class Layout(BlockMask):
         return self.with_positions((so_far - self._at_start(so_far)).clamp(min=0))
 
     def at(self, position_ids: Tensor) -> Layout:
-        """With the positions that the caller gave the queries, shape (1 or batch, q_length).
+        """With the positions that a model gives its layers, shape (1 or batch, q_length): the caller's, or what it
+        counted itself, padding and all, which says nothing.
+
+        Raises:
+            ValueError: see :meth:`placed`.
+        """
+        if self._seen is None or self._seen[0] is not position_ids:
+            index = torch.arange(self.q_length, device=position_ids.device) + self.offset + self.gone
+            counted = self.positions is None and bool((position_ids == index).all())
+            self._seen = position_ids, self if counted else self.placed(position_ids)
+        return self._seen[1]
+
+    def placed(self, position_ids: Tensor) -> Layout:
+        """With the positions that a caller gave the queries, shape (1 or batch, q_length).
 
         Raises:
             ValueError: they are not where the queries stand, and the positions of cached keys are not known.
         """
-        if self._seen is None or self._seen[0] is not position_ids:
-            self._seen = position_ids, self._placed(position_ids)
-        return self._seen[1]
-
-    def _placed(self, position_ids: Tensor) -> Layout:
         if position_ids.dim() != 2 or position_ids.shape[1] != self.q_length:
             return self
         for each in (self, self.counted()):
             if each._has_queries_at(position_ids):
                 return each
-        index = torch.arange(self.q_length, device=position_ids.device) + self.offset + self.gone
-        if self.positions is None and bool((position_ids == index).all()):
-            return self  # what models count that were given none, padding and all
         if self.q_length != self.kv_length:
             raise ValueError(
                 "`position_ids` jump while keys are cached: the positions of the cached keys are not known. Pass "
