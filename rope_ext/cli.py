@@ -325,7 +325,3 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
     return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

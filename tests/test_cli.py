@@ -97,7 +97,7 @@ def test_wrong_usage_exits_2(given):
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_stopped_run_keeps_its_rows_and_goes_on(tmp_path, how, code):
     lengths = ",".join(str(length) for length in range(200, 500, 4))
-    command = [sys.executable, "-m", "rope_ext.cli", "needle", *MODEL, "--text", "noise", "--lengths", lengths]
+    command = [sys.executable, "-m", "rope_ext", "needle", *MODEL, "--text", "noise", "--lengths", lengths]
     command += ["--limit", "2", "--out", str(tmp_path)]
     file = tmp_path / "needle.jsonl"
     heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts deaf to it

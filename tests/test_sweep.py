@@ -265,7 +265,7 @@ def test_two_processes_equal_one(tmp_path, capsys):
     ]
     assert main([*given, "--out", str(tmp_path / "one")]) == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-    command += ["rope_ext.cli", *given, "--out", str(tmp_path / "two")]
+    command += ["rope_ext", *given, "--out", str(tmp_path / "two")]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
