@@ -1,5 +1,5 @@
 # The same steps that .ci/run takes; run them in a virtual environment made with `make install`.
-.PHONY: install test lint types wheel demo bench
+.PHONY: install test lint types demo bench notebook docs package
 
 install:
 	pip install -c constraints.txt -e ".[dev]"
@@ -14,11 +14,17 @@ lint:
 types:
 	mypy
 
-wheel:
-	python -m build --wheel
-
 demo:
 	rope-ext demo
 
 bench:
 	python benchmarks/rotary_forward.py
+
+notebook:
+	PYTHONWARNINGS=ignore TQDM_DISABLE=1 jupyter nbconvert --to notebook --execute --inplace examples/quickstart.ipynb
+
+docs:
+	mkdocs build --strict
+
+package:
+	.ci/package

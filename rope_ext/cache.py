@@ -47,7 +47,8 @@ def shift(
         model: the model (or a wrapper) that filled the cache, with the method it had then, in eval mode.
         cache: keys of shape (batch, kv_heads, length, head_dim) in each layer.
         delta: in tokens; negative for earlier.
-        start, stop: the tokens of every row, as indices into the cache; by default all of them.
+        start: first token of every row that moves, as an index into the cache.
+        stop: the one behind the last; by default all from ``start`` move.
 
     Returns:
         The same ``cache``; its tensors are new ones.
@@ -96,7 +97,8 @@ def concat(model: nn.Module, caches: Sequence[DynamicCache]) -> DynamicCache:
         A new cache with copies, in layers as the model makes them: sliding ones keep what their window can see.
 
     Raises:
-        As :func:`shift`; ValueError also for no caches at all and for layers that differ in number, shape or dtype.
+        ValueError: as :func:`shift`; also no caches at all, and layers that differ in number, shape or dtype.
+        TypeError: as :func:`shift`.
     """
     if not caches:
         raise ValueError("`caches` is empty; give at least one cache.")

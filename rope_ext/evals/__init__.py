@@ -9,13 +9,13 @@ Each function measures one task and returns :class:`Results`::
 
 All take the same keyword arguments beside their task's own (see the task's class):
 
-    text: where the text comes from: "builtin", "noise", a file, a folder, "hf:NAME"; see :mod:`rope_ext.evals.text`.
-    out: folder for finished rows; the same call with the same model goes on from there.
-    label: name of this setup in tables and plots; by default the method with its factor.
-    limits: how much is held at once (:class:`Limits`).
-    max_memory: bytes that the run may take, weights included; by default what is free.
-    progress: show the memory estimate and a bar.
-    spread: split the rows over the processes of ``torchrun`` or ``accelerate launch``.
+- ``text``: where the text comes from: "builtin", "noise", a file, a folder, "hf:NAME"; see :mod:`rope_ext.evals.text`.
+- ``out``: folder for finished rows; the same call with the same model goes on from there.
+- ``label``: name of this setup in tables and plots; by default the method with its factor.
+- ``limits``: how much is held at once (:class:`Limits`).
+- ``max_memory``: bytes that the run may take, weights included; by default what is free.
+- ``progress``: show the memory estimate and a bar.
+- ``spread``: split the rows over the processes of ``torchrun`` or ``accelerate launch``.
 """
 
 from __future__ import annotations
