@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rope_ext.attention.registered import as_layout
-from rope_ext.encodings.bias import Alibi
+from rope_ext.encodings.bias import Alibi, BiasMethod
 
 from .base import Swap
 from .hosted import HostedAdapter, HostedAttention
@@ -55,9 +55,9 @@ def no_alibi(*args: Any, **kwargs: Any) -> None:
 class BloomAdapter(HostedAdapter):
     """BLOOM and BLOOMZ."""
 
-    model_types = ("bloom",)
-    native = Alibi
-    stand_in = BloomAttention
+    model_types: ClassVar[tuple[str, ...]] = ("bloom",)
+    native: ClassVar[type[BiasMethod]] = Alibi
+    stand_in: ClassVar[type[HostedAttention]] = BloomAttention
     length_name = "seq_length"
     usual_length = 2048
     blocks = "h"

@@ -40,7 +40,10 @@ from .positions import (
 from .rope_config import UNSTOCKABLE
 from .rotary import SEAMS, checked_table
 
-PLUGIN_NEEDED = {"experts_implementation": UNSTOCKABLE, "quantization_config": {"quant_method": UNSTOCKABLE}}
+PLUGIN_NEEDED: dict[str, Any] = {
+    "experts_implementation": UNSTOCKABLE,
+    "quantization_config": {"quant_method": UNSTOCKABLE},
+}
 """Entries of a config that stock transformers would load without its encoding, silently. It checks the first for every
 model, of experts or not, so loading fails and says what to do; the second survives where a config is loaded and saved
 alone, and gives at least a warning that says so."""
@@ -51,6 +54,9 @@ BASE = 10000.0
 
 class Rotation:
     """Rotary frequencies on a host without a rotary module: (d / 2,) in radians per token, factor of cos and sin."""
+
+    frequencies: Tensor
+    scaling: float
 
     def __init__(self, frequencies: Tensor, scaling: float) -> None:
         self.frequencies, self.scaling = frequencies, scaling
@@ -128,7 +134,7 @@ class Stack:
 class HostedAdapter(Adapter):
     """Hosts every seam by replacing attention modules; an architecture says where they are."""
 
-    seams = SEAMS
+    seams: ClassVar[frozenset[str]] = SEAMS
     native: ClassVar[type[BiasMethod]]
     """The method that its checkpoints were trained with."""
     stand_in: ClassVar[type[HostedAttention]]

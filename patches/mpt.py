@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rope_ext.attention.registered import as_layout
 from rope_ext.config import Method
-from rope_ext.encodings.bias import Alibi
+from rope_ext.encodings.bias import Alibi, BiasMethod
 
 from .hosted import HostedAdapter, HostedAttention
 
@@ -49,9 +49,9 @@ class MptAttention(HostedAttention):
 class MptAdapter(HostedAdapter):
     """MPT. Stock has biases for ``max_seq_len`` tokens only; a patched model reads on."""
 
-    model_types = ("mpt",)
-    native = Alibi
-    stand_in = MptAttention
+    model_types: ClassVar[tuple[str, ...]] = ("mpt",)
+    native: ClassVar[type[BiasMethod]] = Alibi
+    stand_in: ClassVar[type[HostedAttention]] = MptAttention
     length_name = "max_seq_len"
     usual_length = 2048
     blocks = "blocks"

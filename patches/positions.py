@@ -27,6 +27,9 @@ ADDED = LEARNED.removesuffix(".")
 class Positions(nn.Module):
     """A method on a host: its learned parameters, if any, under their own names."""
 
+    method: BiasMethod | RawMethod | EmbeddingMethod
+    host: Host
+
     def __init__(self, method: BiasMethod | RawMethod | EmbeddingMethod, host: Host, like: Tensor) -> None:
         super().__init__()
         self.method, self.host = method, host
@@ -63,6 +66,9 @@ class Source:
     """One layer's encoding, from the module that is a child of ``root`` whatever it has been wrapped into by now
     (PEFT's ``modules_to_save``); without learned parameters the module has no place in the model, and is held here.
     """
+
+    root: nn.Module
+    layer: int
 
     def __init__(self, root: nn.Module, module: Positions, layer: int = 0) -> None:
         self.root, self.layer = root, layer

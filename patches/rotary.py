@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ SEAMS = frozenset({"rotary", "qk", "bias", "scores", "embedding"})
 class RotaryAdapter(Adapter):
     """Hosts the rotary seam on every architecture whose rotary module it can rebuild and check."""
 
-    seams = frozenset({"rotary"})
+    seams: ClassVar[frozenset[str]] = frozenset({"rotary"})
 
     def refusal(self, method: type[Method]) -> str | None:
         reason = super().refusal(method)

@@ -18,6 +18,10 @@ from .hosted import EncodingSource, HostedAdapter, HostedAttention, Place, Stack
 class CheckpointTable:
     """The bias whose table is the embedding of a T5 attention module, wherever that embedding is by now."""
 
+    method: T5Bias
+    heads: int
+    attention: HostedAttention
+
     def __init__(self, method: T5Bias, heads: int, attention: HostedAttention) -> None:
         self.method, self.heads, self.attention = method, heads, attention
 
@@ -100,8 +104,8 @@ class T5Adapter(HostedAdapter):
     """T5, T5 v1.1, Flan-T5 and mT5, whole or encoder alone."""
 
     model_types: ClassVar[tuple[str, ...]] = ("t5", "mt5")
-    native = T5Bias
-    stand_in = T5Attention
+    native: ClassVar[type[BiasMethod]] = T5Bias
+    stand_in: ClassVar[type[HostedAttention]] = T5Attention
     length_name = "n_positions"
     usual_length = 512
 
@@ -157,4 +161,4 @@ class UMT5Adapter(T5Adapter):
     """UMT5."""
 
     model_types: ClassVar[tuple[str, ...]] = ("umt5",)
-    stand_in = UMT5Attention
+    stand_in: ClassVar[type[HostedAttention]] = UMT5Attention

@@ -30,7 +30,7 @@ from rope_ext.evals.sweeping import setups, summary_table, sweep, under
 from rope_ext.models import SMOLLM2, build_empty, load, smollm2
 from rope_ext.registry import METHODS, find_method
 
-console = Console()
+console: Console = Console()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,6 +18,10 @@ class StreamingLayer(DynamicLayer):
     Keys and values have shape (batch, kv_heads, kept, head_dim).
     """
 
+    window: int
+    sinks: int
+    cumulative_length: int
+
     is_sliding = True
     is_croppable = False
 

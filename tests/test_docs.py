@@ -41,7 +41,7 @@ def commands(text):
     blocks = [block for language, block in FENCED.findall(text) if not language]
     inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCED.sub("", text))]
     for part in re.split(r"\n| && ", "\n".join(blocks + inline)):
-        if re.match(r"(\$ )?(rope-ext .|\S.*\.py )", part):
+        if re.match(r"(\$ )?(rope-ext .|\S.*\.py\b)", part):
             yield [word for word in shlex.split(part.removeprefix("$ "), comments=True) if word != "..."]
 
 

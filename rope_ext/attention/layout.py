@@ -53,6 +53,19 @@ class Layout(BlockMask):
             floats that are added to the scores.
     """
 
+    batch: int
+    q_length: int
+    kv_length: int
+    offset: int
+    causal: bool
+    window: int | None
+    sinks: int
+    global_tokens: tuple[int, ...]
+    documents: Tensor | None
+    positions: Tensor | None
+    first: int | Tensor
+    mask: Tensor | None
+
     def __init__(
         self,
         batch: int,

@@ -72,6 +72,9 @@ def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: nn.Module, chunk
 class Head(nn.Module):
     """A language model head with the factor that some models put on their logits."""
 
+    projection: nn.Module
+    factor: float
+
     def __init__(self, projection: nn.Module, factor: float) -> None:
         super().__init__()
         self.projection, self.factor = projection, factor
