@@ -14,6 +14,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 Made = TypeVar("Made")
 
+Shared = Callable[[Any, Callable[[], Made]], Made]
+"""(name, how to make it) -> what was made."""
+
 SHARED_BYTES = 128 * 2**20
 """What tables of one call, or of all its runs, may take while its layers share them."""
 
@@ -250,9 +253,14 @@ class Layout(BlockMask):
         found: Made = self._made[name]
         return found
 
-    def may_keep(self, size: int) -> bool:
-        """Whether tables of so many bytes are small enough to be kept for all layers."""
-        return size <= self._room
+    def sharing(self, owner: Any, size: int) -> Shared[Any]:
+        """What gives tables of a method.
+
+        They are made once for all layers that share this layout, where all of them together, ``size`` bytes, are small
+        enough to be kept; else for each.
+        """
+        keep = size <= self._room
+        return lambda name, make: self.once((owner, name), make, keep=keep)
 
     def _copy(self) -> Layout:
         other = copy.copy(self)

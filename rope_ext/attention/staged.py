@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext.attention.layout import Layout
+from rope_ext.attention.layout import Layout, Shared
 from rope_ext.attention.mapped_cache import mapped_of
 from rope_ext.encodings.qk import QkMethod
 from rope_ext.encodings.raw import Encoder, Factors, turned_by
@@ -36,10 +35,7 @@ def attend(plain: Plain, query: Tensor, key: Tensor, value: Tensor, layout: Layo
     pieces = layout.once((method, "pieces"), lambda: _pieces(method.stages_of(encoder, own, places)[0]))
     again = torch.is_grad_enabled() and len(pieces) > 1  # else every piece would keep keys of its own for the backward
     size = 8 * len(pieces) * layout.kv_length * encoder.host.rotary.dim
-    layers_share = not encoder.parameters and layout.may_keep(size)
-
-    def shared(name: Any, make: Callable[[], Factors]) -> Factors:
-        return layout.once((method, name), make, keep=layers_share)
+    shared: Shared[Factors] = (lambda name, make: make()) if encoder.parameters else layout.sharing(method, size)
 
     def piece(rows: slice, stage: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         columns = layout.columns(rows)

@@ -8,13 +8,13 @@ attention. Kernels that give the log-sum-exp are taken on the CPU only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rope_ext.attention.layout import Layout
+from rope_ext.attention.layout import Layout, Shared
 from rope_ext.attention.mapped_cache import mapped_of
 from rope_ext.attention.tiles import Tile, tiles
 from rope_ext.encodings.raw import Encoder, Factors, turned_by
@@ -82,11 +82,8 @@ def attend(
     own, places = layout.query_positions(query.device), layout.key_positions(query.device)
     forms = method.zones(encoder.host)[1]
     size = 8 * (len(plan.zones) + len(plan.forms)) * layout.kv_length * encoder.host.rotary.dim
-    layers_share = layout.may_keep(size)
+    shared: Shared[Factors] = layout.sharing(method, size)
     kept = mapped_of(key)
-
-    def shared(name: Any, make: Callable[[], Factors]) -> Factors:
-        return layout.once((method, name), make, keep=layers_share)
 
     def keys(form: int) -> Tensor:
         def turned(start: int) -> Tensor:
