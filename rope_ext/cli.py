@@ -22,9 +22,10 @@ from rope_ext.checkpoint import export, take_record
 from rope_ext.config import Method
 from rope_ext.evals import options as evaluations
 from rope_ext.evals import plots
+from rope_ext.evals.cells import labels, shown, tokens_of
 from rope_ext.evals.identity import AS_IT_IS, trained_length
 from rope_ext.evals.reading import Limits
-from rope_ext.evals.results import Results, labels, shown, tokens_of
+from rope_ext.evals.results import Results
 from rope_ext.evals.runner import Task, comparable, run
 from rope_ext.evals.sweeping import setups, summary_table, sweep, under
 from rope_ext.models import SMOLLM2, build_empty, load, smollm2

@@ -27,10 +27,10 @@ from rope_ext.evals import (
 )
 from rope_ext.evals.files import whole_file
 from rope_ext.evals.identity import fingerprint, weights
+from rope_ext.evals.intervals import wilson
 from rope_ext.evals.memory import Holding
 from rope_ext.evals.questions import frame
 from rope_ext.evals.reading import TOGETHER, Prompt
-from rope_ext.evals.results import wilson
 from rope_ext.evals.scoring import token_nll
 from rope_ext.evals.store import Store
 from rope_ext.evals.tasks.multi_doc_qa import read_entries

@@ -18,7 +18,7 @@ from rope_ext import patch_model, unpatch_model
 from rope_ext.api import patch_of
 from rope_ext.cli import main
 from rope_ext.evals import Limits, Results, needle, perplexity, setups, sweep
-from rope_ext.evals.results import mean_difference, score_difference, wilson
+from rope_ext.evals.intervals import mean_difference, score_difference, wilson
 from rope_ext.evals.sweeping import holds_to
 from rope_ext.evals.tasks.needle import Needle
 from rope_ext.evals.tasks.perplexity import Perplexity

@@ -14,18 +14,11 @@ from torch import nn
 
 from rope_ext.api import patch_of, patched, unwrap
 from rope_ext.config import Method
+from rope_ext.evals.cells import TITLES, labels, perplexity_bins, shown, tokens_of
 from rope_ext.evals.identity import AS_IT_IS, method_label, setup_label, trained_length
+from rope_ext.evals.intervals import mean_difference, score_difference
 from rope_ext.evals.report import Page, picture, table
-from rope_ext.evals.results import (
-    TITLES,
-    Results,
-    labels,
-    mean_difference,
-    perplexity_bins,
-    score_difference,
-    shown,
-    tokens_of,
-)
+from rope_ext.evals.results import Results
 from rope_ext.evals.runner import Row, Task, run
 from rope_ext.registry import find_method
 
