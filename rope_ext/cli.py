@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from rope_ext import conformance
 from rope_ext.api import describe, methods, patch_model
 from rope_ext.checkpoint import export, take_record
+from rope_ext.command import Parser, method_option, one_line
 from rope_ext.config import Method
 from rope_ext.evals import options as evaluations
 from rope_ext.evals import plots
@@ -35,7 +35,7 @@ console = Console()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted.
+    """Run one command. Exit codes: 0 done, 1 failed, 2 what was asked for is refused, 130 interrupted.
 
     Errors are one line; ``ROPE_EXT_TRACEBACK=1`` shows where they come from.
     """
@@ -51,12 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rope-ext: interrupted.{told}", file=sys.stderr)
         return 130
     except Exception as error:
-        if os.environ.get("ROPE_EXT_TRACEBACK"):
-            raise
-        refused = isinstance(error, (ValueError, TypeError, OSError, ImportError))
-        message = " ".join(f"{'' if refused else type(error).__name__ + ': '}{error}".split())
-        print(f"rope-ext: error: {message}", file=sys.stderr)
-        return 1
+        print(f"rope-ext: error: {one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, (ValueError, TypeError)) else 1
     return 0
 
 
@@ -107,7 +103,7 @@ def _methods(options: argparse.Namespace) -> None:
         options.out.write_text(text + "\n")
     failed = [f"{cell.method} on {cell.architecture}: {cell.failed[0]}" for cell in cells if cell.failed]
     if failed:
-        raise ValueError(f"{len(failed)} of {len(cells)} pairs failed; the first: {failed[0]}")
+        raise RuntimeError(f"{len(failed)} of {len(cells)} pairs failed; the first: {failed[0]}")
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -227,13 +223,15 @@ def _encoding(options: argparse.Namespace) -> Method | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rope-ext", description="Longer contexts for Hugging Face models.")
+    parser = Parser(prog="rope-ext", description="Longer contexts for Hugging Face models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     method = argparse.ArgumentParser(add_help=False)
     method.add_argument("--method", help="position encoding, for example yarn; without it the model stays as it is")
     method.add_argument("--factor", type=float, help="target length over trained length")
-    method.add_argument("--option", type=_option, action="append", metavar="K=V", help="another option of the method")
+    method.add_argument(
+        "--option", type=method_option, action="append", metavar="NAME=VALUE", help="another option of the method"
+    )
 
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("--model", default=SMOLLM2, help=f"folder, Hub id, or {SMOLLM2} (default), which needs no Hub")
@@ -302,16 +300,6 @@ def _command(
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help_, description=help_, parents=list(parents))
     parser.set_defaults(command=run, resumes=run in (_eval, _sweep, _demo))
     return parser
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not K=V")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def _gigabytes(text: str) -> int:

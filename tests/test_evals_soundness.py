@@ -420,7 +420,7 @@ def test_wrong_options_are_named(option, value, said, capsys):
 @pytest.mark.parametrize("command", [["eval", "needle"], ["sweep", "--methods", "none"]])
 def test_an_output_folder_that_cannot_be_made_is_named_before_anything_is_read(command, capsys, tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert main([*command, "--model", "nowhere", "--out", str(tmp_path / "file")]) == 1
+    assert main([*command, "--model", "nowhere", "--out", str(tmp_path / "file")]) == 2
     assert f"--out {tmp_path / 'file'} cannot be a folder for results: File exists." in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 

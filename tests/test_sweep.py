@@ -214,7 +214,7 @@ def test_sweep_on_the_command_line(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "2 setups" in shown
     assert (tmp_path / "index.html").exists()
-    assert main([*given, "--tasks", "needles"]) == 1
+    assert main([*given, "--tasks", "needles"]) == 2
     assert "unknown task 'needles'" in capsys.readouterr().err
 
 
