@@ -16,8 +16,9 @@ from rope_ext.api import patch_of, unwrap
 from rope_ext.evals import memory
 from rope_ext.evals.identity import digest, fingerprint, setup_label, tokenizer_digest, weights
 from rope_ext.evals.memory import Holding
-from rope_ext.evals.reading import Advance, Limits, Usage
+from rope_ext.evals.reading import Advance, Limits
 from rope_ext.evals.store import Row, Store
+from rope_ext.evals.usage import Usage
 
 
 class Task(ABC):
