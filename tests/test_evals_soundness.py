@@ -1,6 +1,7 @@
 """Numbers that must not be mixed, counted twice, or measured on something else than what was asked for."""
 
 import copy
+import gzip
 import json
 import sys
 
@@ -25,7 +26,6 @@ from rope_ext.evals import (
     setups,
     sweep,
 )
-from rope_ext.evals.files import whole_file
 from rope_ext.evals.identity import fingerprint, weights
 from rope_ext.evals.intervals import wilson
 from rope_ext.evals.memory import Holding
@@ -37,6 +37,8 @@ from rope_ext.evals.tasks.multi_doc_qa import read_entries
 from rope_ext.evals.tasks.needle import Needle, Wording
 from rope_ext.evals.tasks.perplexity import Perplexity
 from rope_ext.evals.text import NOISE, read_text
+from rope_ext.files import whole_file
+from rope_ext.training.data import documents
 
 TEXT = " ".join(NOISE * 60)
 CELL = ["--text", "noise", "--depths", "50", "--limit", "2"]
@@ -214,11 +216,23 @@ def test_files_that_are_not_utf8_are_refused(tmp_path):
         read_text("hf:")
 
 
+@pytest.mark.parametrize("content", [b"GGUF\x03\0\0\0 the rest is words", b"\x05" * 2 + b"a" * 99, b"\x7f\x01ab"])
+@pytest.mark.parametrize("read", [read_text, lambda file: list(documents(str(file)))], ids=["measured", "trained on"])
+def test_binary_data_that_could_be_utf8_is_not_read_as_text(content, read, tmp_path):
+    (tmp_path / "data.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"data\.txt is binary data, not text"):
+        read(tmp_path / "data.txt")
+    (tmp_path / "log.txt").write_bytes(b"\x1b[31mred\x1b[0m\f\r\n" + b"One stray code \x08" + b" in a long text" * 9)
+    read(tmp_path / "log.txt")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("latin.jsonl", "{'é'}".encode("latin-1"), "cannot be read as UTF-8 text"),
-        ("plain.gz", b"no archive", "cannot be read as UTF-8 text"),
+        ("latin.jsonl", "{'é'}".encode("latin-1"), r"is not UTF-8 \(at byte 2\)"),
+        ("plain.gz", b"no archive", "is not a whole gzip file"),
+        ("cut.gz", gzip.compress(b"{}" * 99)[:-9], "is not a whole gzip file"),
+        ("weights.bin", bytes(range(1, 32)) * 9, "is binary data, not text"),
         ("folder", None, "is no file"),
         ("nothing", b"", "holds no questions"),
     ],

@@ -13,8 +13,8 @@ from matplotlib.ticker import FuncFormatter
 
 from rope_ext.api import Description
 from rope_ext.evals.cells import AXES, TITLES, labels, perplexity_bins, score_cells
-from rope_ext.evals.files import whole_file
 from rope_ext.evals.store import Row
+from rope_ext.files import whole_file
 
 SCORE_COLOURS = LinearSegmentedColormap.from_list("score", ["#b2182b", "#f4a582", "#f7f7f7", "#92c5de", "#2166ac"])
 """Red to blue: told apart by colour-blind readers too."""

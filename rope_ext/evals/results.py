@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext.evals.cells import AXES, perplexity_bins, score_cells
-from rope_ext.evals.files import whole_file
 from rope_ext.evals.store import Row
+from rope_ext.files import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

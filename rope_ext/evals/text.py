@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 
+from rope_ext.files import read_utf8
+
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])\s*")
@@ -21,7 +23,7 @@ def read_text(source: str | Path = "builtin") -> str:
             a folder of ``*.txt`` and ``*.md`` files, or "hf:NAME" for a Hub dataset with a ``text`` column.
 
     Raises:
-        ValueError: nothing is found under that name, it is empty, or a file is not UTF-8.
+        ValueError: nothing is found under that name, it is empty, or a file is not UTF-8 text.
     """
     source = str(source)
     if not source:
@@ -40,26 +42,14 @@ def read_text(source: str | Path = "builtin") -> str:
         text = "\n".join(row["text"] for row in load_dataset(source[3:], split="train"))
     elif Path(source).is_dir():
         files = sorted(file for file in Path(source).rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
-        text = "\n".join(map(utf8, files))
+        text = "\n".join(map(read_utf8, files))
     elif Path(source).is_file():
-        text = utf8(Path(source))
+        text = read_utf8(Path(source))
     else:
         raise ValueError(f"text source {source!r} is neither 'builtin', 'noise', 'hf:NAME', nor a file or folder here.")
     if not text.strip():
         raise ValueError(f"text source {source!r} is empty (a folder is searched for *.txt and *.md).")
     return text
-
-
-def utf8(file: Path) -> str:
-    """What a file says.
-
-    Raises:
-        ValueError: it is not UTF-8: numbers measured on wrongly decoded text would look like any others.
-    """
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 (at byte {error.start}); convert it, for example with iconv.") from error
 
 
 def sentences(text: str) -> list[str]:
