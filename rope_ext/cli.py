@@ -16,14 +16,14 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from rope_ext import conformance
-from rope_ext.api import describe, methods, patch_model
+from rope_ext.api import describe, methods, patch_model, unwrap
 from rope_ext.checkpoint import export, take_record
 from rope_ext.command import Parser, method_option, one_line
 from rope_ext.config import Method
 from rope_ext.evals import options as evaluations
 from rope_ext.evals import plots
 from rope_ext.evals.cells import labels, shown, tokens_of
-from rope_ext.evals.identity import AS_IT_IS, trained_length
+from rope_ext.evals.identity import AS_IT_IS, trained_length, weights
 from rope_ext.evals.reading import Limits
 from rope_ext.evals.results import Results
 from rope_ext.evals.runner import Task, comparable, run
@@ -113,14 +113,15 @@ def _eval(options: argparse.Namespace) -> None:
     encoding = _encoding(options)
     _make_folder(options.out)
     model, tokenizer = load(options.model, options.dtype, _device(options))
+    checkpoint = weights(unwrap(model))
     with under(model, encoding):
         for task in tasks:
             if task.name == "perplexity" and options.task == "all" and model.config.is_encoder_decoder:
                 console.print("perplexity: left out, it needs a causal language model")
                 continue
-            rows = run(task, model, tokenizer, options.out, **_running(options))
+            rows = run(task, model, tokenizer, options.out, checkpoint=checkpoint, **_running(options))
             if _first():
-                every = comparable(task, tokenizer, model, options.out)
+                every = comparable(task, tokenizer, model, options.out, checkpoint)
                 Results(task.name, every, trained_length(model)).save(options.out)
                 _show(Results(task.name, rows), task)
                 console.print(f"wrote {options.out}/{task.name}.jsonl, .csv, .png", highlight=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from rope_ext.evals import (
     Limits,
     Results,
     evaluate,
+    identity,
     memory,
     multi_doc_qa,
     needle,
@@ -367,8 +368,61 @@ def test_a_run_that_writes_to_the_same_file_loses_nothing(tmp_path):
     three.add("c", row)
     one.add("d", row)
     lines = (tmp_path / "needle.jsonl").read_text().splitlines()
-    assert [json.loads(line)["key"] for line in lines] == ["a", "b", "c", "d"]
+    assert [json.loads(line)["key"] for line in lines if line.endswith("}")] == ["a", "b", "c", "d"]
     assert list(Store(tmp_path, "needle").done) == ["a", "b", "c", "d"]
+
+
+def test_two_jobs_of_several_processes_share_a_folder(tmp_path):
+    first = [Store(tmp_path, "needle", rank, "one") for rank in range(3)]
+    second = [Store(tmp_path, "needle", rank, "two") for rank in range(2)]
+    for stores in (first, second):
+        for store in stores:
+            store.add(f"{store._job}{store._path.name}", {"setup": {}})
+    first[0].absorb()
+    assert [file.name for file in tmp_path.glob("*.rank*")] == ["needle.rank1-two.jsonl"]
+    second[1].add("later", {"setup": {}})
+    second[0].absorb()
+    assert [file.name for file in tmp_path.iterdir()] == ["needle.jsonl"]
+    assert len(Store(tmp_path, "needle").done) == 6
+
+
+EDITS = {
+    "no score": lambda row: row.pop("score"),
+    "another score": lambda row: row.update(score=1.0 - row["score"]),
+    "a word for a score": lambda row: row.update(score="high"),
+    "no tokens": lambda row: row.pop("tokens"),
+    "another label": lambda row: row.update(label="<b>mine</b>"),
+    "no setup": lambda row: row.pop("setup"),
+    "another key": lambda row: row.update(key="f" * 16),
+    "no digest": lambda row: row.pop("digest"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_line_does_not_count_and_is_measured_again(edit, small, tmp_path):
+    def measured():
+        return needle(*small, lengths=[128], depths=[50], text="noise", out=tmp_path, progress=False)
+
+    before, file = measured(), tmp_path / "needle.jsonl"
+    first, *others = file.read_text().splitlines()
+    row = json.loads(first)
+    EDITS[edit](row)
+    file.write_text("\n".join([json.dumps(row), *others]) + "\n")
+    with pytest.warns(UserWarning, match=r"needle\.jsonl: lines that were edited \(1\)"):
+        assert measured().rows == before.rows
+    lines = file.read_text().splitlines()
+    assert lines[: len(others) + 1] == [json.dumps(row), *others]
+    assert lines[-1] == first
+    assert measured().cells() == before.cells()
+
+
+def test_a_sweep_reads_all_weights_once(small, monkeypatch):
+    read = []
+    monkeypatch.setattr(identity, "_summary", lambda named: (read.append(named[0]), str(named[1].sum()))[1])
+    tasks = [Needle(TEXT, [96], [50], control=False), Perplexity(TEXT, [40], bins=1)]
+    sweep(*small, setups(["linear", "ntk"], [2]), tasks, progress=False)
+    for name, _ in small[0].named_parameters():
+        assert read.count(name) == 1
 
 
 def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
