@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from rope_ext import conformance
 from rope_ext.api import describe, methods, patch_model, unwrap
-from rope_ext.checkpoint import export, take_record
+from rope_ext.checkpoint import SAFE, export, take_record
 from rope_ext.command import Parser, method_option, one_line
 from rope_ext.config import Method
 from rope_ext.evals import options as evaluations
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _inspect(options: argparse.Namespace) -> None:
     encoding = _encoding(options)
     path = str(smollm2()) if options.model == SMOLLM2 else options.model
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, **SAFE)
     saved = take_record(config, path) if getattr(config, "rope_ext", None) else None
     with torch.device("meta"):
         model = build_empty(config)
@@ -167,8 +167,9 @@ def _make_folder(out: Path) -> None:
     """Before anything is measured."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be a folder for results: {error.strerror}.") from error
+    except (OSError, ValueError) as error:  # a zero byte in a name is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--out {out} cannot be a folder for results: {reason}.") from error
 
 
 def _span(found: Results) -> str:

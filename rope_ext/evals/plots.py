@@ -211,7 +211,7 @@ def _legend_below(figure: Figure, axis: Axes) -> None:
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG."""
     with whole_file(path) as scratch:
-        figure.savefig(scratch, dpi=150)
+        figure.savefig(scratch, dpi=150, format="png")
 
 
 def _annotate(axis: Axes, x: int, y: int, cell: Row) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from rope_ext.config import LARGEST
 from rope_ext.evals.caches import beginning, can_be_cut, cut, new_cache, stack
 from rope_ext.evals.checks import at_least_one
 from rope_ext.evals.identity import depends_on_length, ends_of
@@ -48,7 +49,7 @@ class Limits:
     """Read a beginning that several prompts share only once."""
 
     def __post_init__(self) -> None:
-        at_least_one(chunk=self.chunk, batch_tokens=self.batch_tokens)
+        at_least_one(LARGEST, chunk=self.chunk, batch_tokens=self.batch_tokens)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from itertools import cycle
@@ -40,10 +41,10 @@ def read_text(source: str | Path = "builtin") -> str:
         except ImportError as error:
             raise ValueError(f"text source {source!r} needs the `datasets` package: pip install datasets.") from error
         text = "\n".join(row["text"] for row in load_dataset(source[3:], split="train"))
-    elif Path(source).is_dir():
+    elif os.path.isdir(source):
         files = sorted(file for file in Path(source).rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
         text = "\n".join(map(read_utf8, files))
-    elif Path(source).is_file():
+    elif os.path.isfile(source):
         text = read_utf8(Path(source))
     else:
         raise ValueError(f"text source {source!r} is neither 'builtin', 'noise', 'hf:NAME', nor a file or folder here.")
