@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -77,7 +77,8 @@ def load_whole(kind: Any, path: str | Path, **kwargs: Any) -> PreTrainedModel:
     weight_map(path, {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS})
     given = {**SAFE, "use_safetensors": True, **kwargs}
     model: PreTrainedModel
-    model, found = kind.from_pretrained(path, output_loading_info=True, **given)
+    with _named(path):
+        model, found = kind.from_pretrained(path, output_loading_info=True, **given)
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
         raise ValueError(f"{path} lacks {len(missing)} of the weights of {kind.__name__}, for example {missing[0]!r}.")
@@ -144,9 +145,18 @@ def _learned_tensors(path: str | Path, where: dict[str, Any]) -> dict[str, Tenso
     files = {SAFE_WEIGHTS_NAME} if shards is None else {file for name, file in shards.items() if LEARNED in name}
     found = {}
     for file in files:
-        with safe_open(str(cached_file(str(path), file, **hub)), framework="pt") as stored:
+        with _named(path), safe_open(str(cached_file(str(path), file, **hub)), framework="pt") as stored:
             found.update({name: stored.get_tensor(name) for name in stored.keys() if LEARNED in name})  # noqa: SIM118
     return found
+
+
+@contextmanager
+def _named(path: str | Path) -> Iterator[None]:
+    """What is wrong with a weights file, with where it is."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{path} has a damaged weights file: {error}.") from error
 
 
 @contextmanager
@@ -274,6 +284,8 @@ def save_adapter(model: nn.Module, path: str | Path, **kwargs: Any) -> None:
 def load_adapter(model: PreTrainedModel, path: str | Path, **kwargs: Any) -> Any:
     """``PeftModel.from_pretrained``, refusing a base model that is not patched as the adapter was trained.
 
+    If anything is refused, the base model is left as it was.
+
     Raises:
         ValueError: the adapter has no record, the base model's method or options differ from it, or its weights are not
             in safetensors.
@@ -293,9 +305,27 @@ def load_adapter(model: PreTrainedModel, path: str | Path, **kwargs: Any) -> Any
         )
     if cached_file(str(path), ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False) is None:
         raise ValueError(f"{path} has no {ADAPTER_WEIGHTS}; other kinds of files can hold code and are not read.")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _named(path), _undone(model):
         warnings.filterwarnings("ignore", message=".*rope_ext.*")
         return PeftModel.from_pretrained(model, str(path), **kwargs)
+
+
+@contextmanager
+def _undone(model: nn.Module) -> Iterator[None]:
+    """On an error the model gets its modules back: peft replaces them before it reads weights."""
+    children = [(module, dict(module._modules), set(module.__dict__)) for module in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, known, names in children:
+            module._modules.clear()
+            module._modules.update(known)
+            for name in set(module.__dict__) - names:
+                del module.__dict__[name]
+        for parameter, wanted in trained:
+            parameter.requires_grad_(wanted)
+        raise
 
 
 def adapter_config(path: str | Path) -> dict[str, Any]:

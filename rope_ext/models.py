@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -72,7 +71,7 @@ def load(
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         loader = load_patched if getattr(config, "rope_ext", None) else partial(load_whole, kind)
         model: PreTrainedModel = loader(path, dtype=dtype, **_four_bits() if quantize else {})
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot load --model {name!r}: {first_line}") from error
     return (model if quantize else model.to(target)).eval(), tokenizer  # type: ignore[arg-type]
