@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 import rope_ext
 from rope_ext.api import unwrap
+from rope_ext.command import Parser, method_option, one_line
 from rope_ext.evals.runner import run
 from rope_ext.evals.tasks.needle import Needle
 from rope_ext.evals.tasks.perplexity import Perplexity
@@ -89,14 +90,14 @@ class Settings:
 
 def parse(arguments: list[str]) -> Settings:
     """Settings from the command line, over those of ``--config``, over the defaults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="a YAML file of settings")
     for field in dataclasses.fields(Settings):
         kind: dict[str, Any] = {"type": field.type}
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         elif field.name == "option":
-            kind = {"action": "append", "metavar": "NAME=VALUE"}
+            kind = {"type": method_option, "action": "append", "metavar": "NAME=VALUE"}
         parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **kind)
     given = vars(parser.parse_args(arguments))
     path = given.pop("config", None)
@@ -109,7 +110,7 @@ def parse(arguments: list[str]) -> Settings:
         if not isinstance(value, right) or (isinstance(value, bool) and known[name] is not bool):
             raise SystemExit(f"{path}: setting {name!r} must be of type {known[name]}, got {value!r}.")
     if isinstance(given.get("option"), list):
-        given["option"] = dict(map(_option, given["option"]))
+        given["option"] = dict(given["option"])
     settings = Settings(**{**written, **given})
     problems = {
         "schedule": settings.schedule not in ("cosine", "constant"),
@@ -147,16 +148,6 @@ def _written(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict | None):
         raise SystemExit(f"config={str(path)!r} must hold lines 'setting: value', got {type(found).__name__}.")
     return found or {}
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    try:
-        if not (name and equals):
-            raise ValueError("no value")
-        return name, yaml.safe_load(value)
-    except (ValueError, yaml.YAMLError) as error:
-        raise SystemExit(f"option={text!r} is not NAME=VALUE: {error}") from error
 
 
 def patched_model(settings: Settings) -> tuple[Any, Any]:
@@ -514,11 +505,7 @@ def main() -> None:
     try:
         train(settings)
     except Exception as error:
-        if os.environ.get("ROPE_EXT_TRACEBACK"):
-            raise
-        refused = isinstance(error, (ValueError, TypeError, OSError, ImportError))
-        message = " ".join(f"{'' if refused else type(error).__name__ + ': '}{error}".split())
-        raise SystemExit(f"finetune: error: {message}") from None
+        raise SystemExit(f"finetune: error: {one_line(error)}") from None
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -29,13 +29,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils import logging as transformers_logging
 
 from rope_ext.api import patch_model, patch_of, unwrap
-from rope_ext.config import Method
+from rope_ext.config import Method, names_a_method, record_of
 from rope_ext.registry import find_method
 
 PATCHED_ENTRIES = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
 """Config entries that a patch writes beside ``config.rope_ext``; their originals are kept in the record."""
 
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 LEARNED = "position_encoding."
 """Part of the name of every parameter that an encoding learns."""
@@ -60,18 +60,60 @@ def load_patched(path: str | Path, model_class: type[PreTrainedModel] | None = N
         **kwargs: go to ``from_pretrained`` (``dtype``, ``device_map``, ...).
 
     Raises:
-        ValueError: the checkpoint has no record of a patch.
+        ValueError: the checkpoint has no record of a patch, or a damaged one, or lacks weights.
     """
     where = {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS}
-    config = AutoConfig.from_pretrained(path, **where)
+    config = AutoConfig.from_pretrained(path, **{**SAFE, **where})
     encoding = take_record(config, str(path))
-    named = named_class(config)
     learned = _learned_tensors(path, where) if encoding.learns else {}
     with _quiet_about(learned):
-        model: PreTrainedModel = (model_class or named).from_pretrained(path, config=config, **kwargs)
+        model = load_whole(model_class or named_class(config), path, config=config, **kwargs)
     patch_model(model, encoding)
     _fill(model, learned, str(path))
     return model
+
+
+SAFE = {"trust_remote_code": False}
+"""No code that comes with a checkpoint is run, and nobody is asked about it, unless the caller says so."""
+
+
+def load_whole(kind: Any, path: str | Path, **kwargs: Any) -> PreTrainedModel:
+    """``kind.from_pretrained`` of a checkpoint that has every weight, in safetensors: stock loading would make up those
+    that are missing, and unpickle other files.
+
+    Raises:
+        ValueError: weights are missing, or the checkpoint's index names files outside it.
+        OSError: no safetensors there.
+    """
+    weight_map(path, {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS})
+    given = {**SAFE, "use_safetensors": True, **kwargs}
+    model: PreTrainedModel
+    with _named(path):
+        model, found = kind.from_pretrained(path, output_loading_info=True, **given)
+    if found["missing_keys"]:
+        missing = sorted(found["missing_keys"])
+        raise ValueError(f"{path} lacks {len(missing)} of the weights of {kind.__name__}, for example {missing[0]!r}.")
+    return model
+
+
+def weight_map(path: str | Path, where: dict[str, Any]) -> dict[str, str] | None:
+    """Tensor name -> file of a sharded checkpoint; None for one in a single file.
+
+    Raises:
+        ValueError: the index is damaged, or names a file that is not beside it.
+    """
+    hub = {name: value for name, value in where.items() if name != "trust_remote_code"}
+    index = cached_file(str(path), SAFE_WEIGHTS_INDEX_NAME, **hub, _raise_exceptions_for_missing_entries=False)
+    if index is None:
+        return None
+    try:
+        files: dict[str, str] = json.loads(Path(index).read_bytes())["weight_map"]
+        beside = all(file == Path(file).name for file in files.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged: {error!r}.") from error
+    if not beside:
+        raise ValueError(f"{index} names files that are not beside it; it is not followed.")
+    return files
 
 
 def named_class(config: PreTrainedConfig) -> Any:
@@ -110,17 +152,22 @@ _HUB_ARGUMENTS = (
 def _learned_tensors(path: str | Path, where: dict[str, Any]) -> dict[str, Tensor]:
     """What a checkpoint holds of an encoding's learned parameters; stock loading has no place for them."""
     hub = {name: value for name, value in where.items() if name != "trust_remote_code"}
-    index = cached_file(str(path), SAFE_WEIGHTS_INDEX_NAME, **hub, _raise_exceptions_for_missing_entries=False)
-    if index is None:
-        files = {SAFE_WEIGHTS_NAME}
-    else:
-        shards = json.loads(Path(index).read_text())["weight_map"]
-        files = {file for name, file in shards.items() if LEARNED in name}
+    shards = weight_map(path, where)
+    files = {SAFE_WEIGHTS_NAME} if shards is None else {file for name, file in shards.items() if LEARNED in name}
     found = {}
     for file in files:
-        with safe_open(str(cached_file(str(path), file, **hub)), framework="pt") as stored:
+        with _named(path), safe_open(str(cached_file(str(path), file, **hub)), framework="pt") as stored:
             found.update({name: stored.get_tensor(name) for name in stored.keys() if LEARNED in name})  # noqa: SIM118
     return found
+
+
+@contextmanager
+def _named(path: str | Path) -> Iterator[None]:
+    """What is wrong with a weights file, with where it is."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{path} has a damaged weights file: {error}.") from error
 
 
 @contextmanager
@@ -139,10 +186,10 @@ def take_record(config: PreTrainedConfig, where: str) -> Method:
     """Turn a patched config into the original one, in place; returns the encoding it was patched with.
 
     Raises:
-        ValueError: the config has no record of a patch.
+        ValueError: the config has no record of a patch, or a damaged one.
     """
-    record = getattr(config, "rope_ext", None)
-    if not record:
+    record = record_of(config)
+    if record is None:
         raise ValueError(
             f"{where} has no `rope_ext` entry in its config, so it was not saved from a patched model; "
             "load it with from_pretrained and call patch_model."
@@ -247,12 +294,15 @@ def save_adapter(model: nn.Module, path: str | Path, **kwargs: Any) -> None:
 def load_adapter(model: PreTrainedModel, path: str | Path, **kwargs: Any) -> Any:
     """``PeftModel.from_pretrained``, refusing a base model that is not patched as the adapter was trained.
 
+    If anything is refused, the base model is left as it was.
+
     Raises:
-        ValueError: the adapter has no record, or the base model's method or options differ from it.
+        ValueError: the adapter has no record, the base model's method or options differ from it, or its weights are not
+            in safetensors.
     """
     from peft import PeftModel
 
-    record = json.loads(Path(str(cached_file(str(path), ADAPTER_CONFIG))).read_text()).get("rope_ext")
+    record = adapter_config(path).get("rope_ext")
     if record is None:
         raise ValueError(f"{path} has no record of a position encoding; load it with PeftModel.from_pretrained.")
     patch = patch_of(unwrap(model))
@@ -263,9 +313,46 @@ def load_adapter(model: PreTrainedModel, path: str | Path, **kwargs: Any) -> Any
             f"this adapter was trained under {record['method']} {record['options']}, the base model is "
             f"{found['method']} {found['options']}; first call patch_model(model, {record['method']!r}{arguments})."
         )
-    with warnings.catch_warnings():
+    if cached_file(str(path), ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False) is None:
+        raise ValueError(f"{path} has no {ADAPTER_WEIGHTS}; other kinds of files can hold code and are not read.")
+    with warnings.catch_warnings(), _named(path), _undone(model):
         warnings.filterwarnings("ignore", message=".*rope_ext.*")
         return PeftModel.from_pretrained(model, str(path), **kwargs)
+
+
+@contextmanager
+def _undone(model: nn.Module) -> Iterator[None]:
+    """On an error the model gets its modules back: peft replaces them before it reads weights."""
+    children = [(module, dict(module._modules), set(module.__dict__)) for module in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, known, names in children:
+            module._modules.clear()
+            module._modules.update(known)
+            for name in set(module.__dict__) - names:
+                del module.__dict__[name]
+        for parameter, wanted in trained:
+            parameter.requires_grad_(wanted)
+        raise
+
+
+def adapter_config(path: str | Path) -> dict[str, Any]:
+    """The settings of a saved adapter.
+
+    Raises:
+        ValueError: they are damaged, or its record of a position encoding is.
+    """
+    file = Path(str(cached_file(str(path), ADAPTER_CONFIG)))
+    try:
+        entries: dict[str, Any] = json.loads(file.read_bytes())
+        right = entries.get("rope_ext") is None or names_a_method(entries["rope_ext"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}.") from error
+    if not right:
+        raise ValueError(f"{file}: its entry `rope_ext` is not what save_adapter writes, got {entries['rope_ext']!r}.")
+    return entries
 
 
 def _release(text: str) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,14 +16,16 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from rope_ext import conformance
-from rope_ext.api import describe, methods, patch_model
-from rope_ext.checkpoint import export, take_record
+from rope_ext.api import describe, methods, patch_model, unwrap
+from rope_ext.checkpoint import SAFE, export, take_record
+from rope_ext.command import Parser, method_option, one_line
 from rope_ext.config import Method
 from rope_ext.evals import options as evaluations
 from rope_ext.evals import plots
-from rope_ext.evals.identity import AS_IT_IS, trained_length
+from rope_ext.evals.cells import labels, shown, tokens_of
+from rope_ext.evals.identity import AS_IT_IS, trained_length, weights
 from rope_ext.evals.reading import Limits
-from rope_ext.evals.results import Results, labels, shown, tokens_of
+from rope_ext.evals.results import Results
 from rope_ext.evals.runner import Task, comparable, run
 from rope_ext.evals.sweeping import setups, summary_table, sweep, under
 from rope_ext.models import SMOLLM2, build_empty, load, smollm2
@@ -34,7 +35,7 @@ console: Console = Console()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted.
+    """Run one command. Exit codes: 0 done, 1 failed, 2 what was asked for is refused, 130 interrupted.
 
     Errors are one line; ``ROPE_EXT_TRACEBACK=1`` shows where they come from.
     """
@@ -50,19 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rope-ext: interrupted.{told}", file=sys.stderr)
         return 130
     except Exception as error:
-        if os.environ.get("ROPE_EXT_TRACEBACK"):
-            raise
-        refused = isinstance(error, (ValueError, TypeError, OSError, ImportError))
-        message = " ".join(f"{'' if refused else type(error).__name__ + ': '}{error}".split())
-        print(f"rope-ext: error: {message}", file=sys.stderr)
-        return 1
+        print(f"rope-ext: error: {one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, (ValueError, TypeError)) else 1
     return 0
 
 
 def _inspect(options: argparse.Namespace) -> None:
     encoding = _encoding(options)
     path = str(smollm2()) if options.model == SMOLLM2 else options.model
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, **SAFE)
     saved = take_record(config, path) if getattr(config, "rope_ext", None) else None
     with torch.device("meta"):
         model = build_empty(config)
@@ -106,7 +103,7 @@ def _methods(options: argparse.Namespace) -> None:
         options.out.write_text(text + "\n")
     failed = [f"{cell.method} on {cell.architecture}: {cell.failed[0]}" for cell in cells if cell.failed]
     if failed:
-        raise ValueError(f"{len(failed)} of {len(cells)} pairs failed; the first: {failed[0]}")
+        raise RuntimeError(f"{len(failed)} of {len(cells)} pairs failed; the first: {failed[0]}")
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -116,14 +113,15 @@ def _eval(options: argparse.Namespace) -> None:
     encoding = _encoding(options)
     _make_folder(options.out)
     model, tokenizer = load(options.model, options.dtype, _device(options))
+    checkpoint = weights(unwrap(model))
     with under(model, encoding):
         for task in tasks:
             if task.name == "perplexity" and options.task == "all" and model.config.is_encoder_decoder:
                 console.print("perplexity: left out, it needs a causal language model")
                 continue
-            rows = run(task, model, tokenizer, options.out, **_running(options))
+            rows = run(task, model, tokenizer, options.out, checkpoint=checkpoint, **_running(options))
             if _first():
-                every = comparable(task, tokenizer, model, options.out)
+                every = comparable(task, tokenizer, model, options.out, checkpoint)
                 Results(task.name, every, trained_length(model)).save(options.out)
                 _show(Results(task.name, rows), task)
                 console.print(f"wrote {options.out}/{task.name}.jsonl, .csv, .png", highlight=False, soft_wrap=True)
@@ -169,8 +167,9 @@ def _make_folder(out: Path) -> None:
     """Before anything is measured."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be a folder for results: {error.strerror}.") from error
+    except (OSError, ValueError) as error:  # a zero byte in a name is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--out {out} cannot be a folder for results: {reason}.") from error
 
 
 def _span(found: Results) -> str:
@@ -226,13 +225,15 @@ def _encoding(options: argparse.Namespace) -> Method | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rope-ext", description="Longer contexts for Hugging Face models.")
+    parser = Parser(prog="rope-ext", description="Longer contexts for Hugging Face models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     method = argparse.ArgumentParser(add_help=False)
     method.add_argument("--method", help="position encoding, for example yarn; without it the model stays as it is")
     method.add_argument("--factor", type=float, help="target length over trained length")
-    method.add_argument("--option", type=_option, action="append", metavar="K=V", help="another option of the method")
+    method.add_argument(
+        "--option", type=method_option, action="append", metavar="NAME=VALUE", help="another option of the method"
+    )
 
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("--model", default=SMOLLM2, help=f"folder, Hub id, or {SMOLLM2} (default), which needs no Hub")
@@ -301,16 +302,6 @@ def _command(
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help_, description=help_, parents=list(parents))
     parser.set_defaults(command=run, resumes=run in (_eval, _sweep, _demo))
     return parser
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not K=V")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def _gigabytes(text: str) -> int:

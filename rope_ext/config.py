@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
 from importlib.metadata import version
@@ -78,6 +79,46 @@ class Method:
         return {"method": self.name, "options": self.options(), "version": version("rope_ext")}
 
 
+def record_of(config: Any) -> dict[str, Any] | None:
+    """What a config records of a patch: :meth:`Method.to_dict`, the ``original`` entries, the names of those ``added``.
+
+    Raises:
+        ValueError: the record is not what a patch writes: damaged, edited, or somebody else's.
+    """
+    record: Any = getattr(config, "rope_ext", None)
+    if not record:
+        return None
+    try:
+        original = record["original"]
+        lengths = [value for name, value in original.items() if "max_position_embeddings" in name and value is not None]
+        right = (
+            names_a_method(record)
+            and re.match(r"\d+\.\d+", record["version"]) is not None
+            and isinstance(original.get("rope_parameters", {}), dict | None)
+            and all(type(length) is int and 0 < length <= LARGEST for length in lengths)
+            and all(_is_entry(config, name) for name in (*original, *record.get("added", ())))
+        )
+    except (KeyError, TypeError, AttributeError):
+        right = False
+    if not right:
+        raise ValueError(
+            f"the config's entry `rope_ext` is not what a patch writes, got {str(record)[:200]}; remove the entry, or "
+            "load the model from where it was saved."
+        )
+    return dict(record)
+
+
+def names_a_method(record: Any) -> bool:
+    """Whether this is of the form that :meth:`Method.to_dict` has, be the method known or not."""
+    return isinstance(record["method"], str) and isinstance(record["options"], dict)
+
+
+def _is_entry(config: Any, name: Any) -> bool:
+    """Whether a config may have an entry of that name: no method, nothing private."""
+    own = getattr(type(config), name, None)
+    return not (name.startswith("_") or callable(own) or isinstance(own, property))
+
+
 def number(
     default: Any = MISSING, *, at_least: float = -math.inf, above: float = -math.inf, at_most: float = math.inf
 ) -> Any:
@@ -97,15 +138,19 @@ def number(
     return _option(default, check)
 
 
-def integer(default: Any = MISSING, *, at_least: int = 1, at_most: int | None = None) -> Any:
+LARGEST = 10**12
+"""Of whole numbers: no text has so many tokens, and tensors can count so far."""
+
+
+def integer(default: Any = MISSING, *, at_least: int = 1, at_most: int = LARGEST) -> Any:
     """An option that takes a whole number."""
-    allowed = f"a whole number >= {at_least}" + (f" and <= {at_most}" if at_most is not None else "")
 
     def check(label: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{label} must be a whole number, got {value!r} of type {type(value).__name__}.")
-        if int(value) < at_least or (at_most is not None and int(value) > at_most):
-            raise ValueError(f"{label} must be {allowed}, got {value!r}.")
+        if not at_least <= int(value) <= at_most:
+            most = f" and <= {at_most}" if at_most < LARGEST or int(value) > at_most else ""
+            raise ValueError(f"{label} must be a whole number >= {at_least}{most}, got {value!r}.")
         return int(value)
 
     return _option(default, check)
@@ -158,8 +203,8 @@ def integers(default: Any = MISSING) -> Any:
         for item in value:
             if isinstance(item, bool) or not isinstance(item, Integral):
                 raise TypeError(f"{label} must hold whole numbers only, got {item!r}.")
-            if int(item) < 0:
-                raise ValueError(f"{label} must hold numbers >= 0 only, got {item!r}.")
+            if not 0 <= int(item) <= LARGEST:
+                raise ValueError(f"{label} must hold numbers from 0 to {LARGEST} only, got {item!r}.")
         return tuple(sorted({int(item) for item in value}))
 
     return _option(default, check)
@@ -191,7 +236,7 @@ class Patterned(Method):
 
     window: int | None = integer(None)
     """In tokens; the query's own is one of them. In encoders, as many on either side."""
-    sinks: int = integer(0, at_least=0)
+    sinks: int = integer(0, at_least=0, at_most=10**6)
     """How many of the first keys of a text stay visible."""
     global_tokens: tuple[int, ...] | None = integers(None)
     """Positions that see everything and are seen by every query (in a decoder: after them)."""

@@ -11,9 +11,10 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from rope_ext.api import describe, patched
+from rope_ext.evals.cells import labels, perplexity_bins, score_cells
 from rope_ext.evals.plots import frequency_plot, heatmap, perplexity_plot, save
 from rope_ext.evals.report import Page, code, picture, table
-from rope_ext.evals.results import labels, perplexity_bins, score_cells, write_csv
+from rope_ext.evals.results import write_csv
 from rope_ext.evals.runner import Row, run
 from rope_ext.evals.tasks.needle import Needle
 from rope_ext.evals.tasks.perplexity import Perplexity

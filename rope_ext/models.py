@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,7 +28,15 @@ from transformers import (
 )
 
 from rope_ext.api import patch_model
-from rope_ext.checkpoint import load_adapter, load_patched, named_class
+from rope_ext.checkpoint import (
+    ADAPTER_CONFIG,
+    SAFE,
+    adapter_config,
+    load_adapter,
+    load_patched,
+    load_whole,
+    named_class,
+)
 
 SMOLLM2 = "smollm2"
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -56,15 +63,15 @@ def load(
     """
     target = _device(device)
     path = str(smollm2()) if name == SMOLLM2 else name
-    if (Path(path) / "adapter_config.json").is_file():
+    if os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
         return _with_adapter(Path(path), dtype, device)
     try:
-        config = AutoConfig.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, **SAFE)
+        tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        loader = load_patched if getattr(config, "rope_ext", None) else kind.from_pretrained
+        loader = load_patched if getattr(config, "rope_ext", None) else partial(load_whole, kind)
         model: PreTrainedModel = loader(path, dtype=dtype, **_four_bits() if quantize else {})
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot load --model {name!r}: {first_line}") from error
     return (model if quantize else model.to(target)).eval(), tokenizer  # type: ignore[arg-type]
@@ -73,8 +80,8 @@ def load(
 def _with_adapter(folder: Path, dtype: str, device: str | None) -> tuple[PreTrainedModel, Any]:
     from peft import PeftModel
 
-    recorded = json.loads((folder / "adapter_config.json").read_text())
-    model, tokenizer = load(str(recorded["base_model_name_or_path"]), dtype, device)
+    recorded = adapter_config(folder)
+    model, tokenizer = load(str(recorded.get("base_model_name_or_path")), dtype, device)
     encoding = recorded.get("rope_ext")
     if encoding is None:
         adapted = PeftModel.from_pretrained(model, str(folder))
@@ -107,7 +114,7 @@ def _four_bits() -> dict[str, Any]:
 def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot use --device {name!r}: {first_line}") from error

@@ -10,7 +10,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from rope_ext.config import Method
+from rope_ext.config import Method, record_of
 from rope_ext.encodings import bias, embedding, qk, rotary, scores
 
 if TYPE_CHECKING:
@@ -87,7 +87,12 @@ def find_method(name: str) -> type[Method]:
 
 
 def find_adapter(model: PreTrainedModel) -> Adapter:
-    """The adapter for this model: its architecture's own, else the generic rotary one."""
+    """The adapter for this model: its architecture's own, else the generic rotary one.
+
+    Raises:
+        ValueError: what the model's config records of a patch is damaged.
+    """
+    record_of(model.config)
     entry = ADAPTERS.get(model.config.model_type, GENERIC_ADAPTER)
     if isinstance(entry, str):
         module, _, name = entry.partition(":")

@@ -55,7 +55,7 @@ def test_export(capsys, tmp_path):
     assert "loads with stock transformers" in capsys.readouterr().out
     assert json.loads((out / "config.json").read_text())["rope_parameters"]["rope_type"] == "yarn"
     assert json.loads((out / "tokenizer_config.json").read_text())["model_max_length"] == 1024
-    assert main(given) == 1
+    assert main(given) == 2
     assert "overwrite" in capsys.readouterr().err
 
 
@@ -76,9 +76,9 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("given", "message"), ERRORS)
-def test_errors_are_one_sentence_and_exit_1(given, message, capsys, tmp_path):
+def test_errors_are_one_sentence_and_exit_2(given, message, capsys, tmp_path):
     model = [] if "--model" in given else MODEL
-    assert main([*given, *model, "--out", str(tmp_path / "out")]) == 1
+    assert main([*given, *model, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err.strip()
     assert message in error
     assert error.startswith("rope-ext: error: ")
@@ -88,10 +88,11 @@ def test_errors_are_one_sentence_and_exit_1(given, message, capsys, tmp_path):
 @pytest.mark.parametrize(
     "given", [[], ["nothing"], ["needle", "--lengths", "a"], ["needle", "--option", "beta"], ["export"]]
 )
-def test_wrong_usage_exits_2(given):
+def test_wrong_usage_is_one_line_and_exits_2(given, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(given)
     assert exit_.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
@@ -135,7 +136,7 @@ def test_inspect_of_a_patched_checkpoint_and_of_one_that_fits_nothing(capsys, tm
     assert main(["inspect", str(tmp_path / "made")]) == 0
     assert "llama: ntk_by_parts(factor=4.0)" in capsys.readouterr().out
     (tmp_path / "made" / "model.safetensors").write_bytes(b"cut off")
-    assert main(["needle", "--model", str(tmp_path / "made"), "--out", str(tmp_path)]) == 1
+    assert main(["needle", "--model", str(tmp_path / "made"), "--out", str(tmp_path)]) == 2
     assert "cannot load --model" in capsys.readouterr().err
 
 

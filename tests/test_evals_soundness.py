@@ -1,6 +1,7 @@
 """Numbers that must not be mixed, counted twice, or measured on something else than what was asked for."""
 
 import copy
+import gzip
 import json
 import sys
 
@@ -16,6 +17,7 @@ from rope_ext.evals import (
     Limits,
     Results,
     evaluate,
+    identity,
     memory,
     multi_doc_qa,
     needle,
@@ -25,18 +27,19 @@ from rope_ext.evals import (
     setups,
     sweep,
 )
-from rope_ext.evals.files import whole_file
 from rope_ext.evals.identity import fingerprint, weights
+from rope_ext.evals.intervals import wilson
 from rope_ext.evals.memory import Holding
 from rope_ext.evals.questions import frame
 from rope_ext.evals.reading import TOGETHER, Prompt
-from rope_ext.evals.results import wilson
 from rope_ext.evals.scoring import token_nll
 from rope_ext.evals.store import Store
 from rope_ext.evals.tasks.multi_doc_qa import read_entries
 from rope_ext.evals.tasks.needle import Needle, Wording
 from rope_ext.evals.tasks.perplexity import Perplexity
 from rope_ext.evals.text import NOISE, read_text
+from rope_ext.files import whole_file
+from rope_ext.training.data import documents
 
 TEXT = " ".join(NOISE * 60)
 CELL = ["--text", "noise", "--depths", "50", "--limit", "2"]
@@ -214,11 +217,23 @@ def test_files_that_are_not_utf8_are_refused(tmp_path):
         read_text("hf:")
 
 
+@pytest.mark.parametrize("content", [b"GGUF\x03\0\0\0 the rest is words", b"\x05" * 2 + b"a" * 99, b"\x7f\x01ab"])
+@pytest.mark.parametrize("read", [read_text, lambda file: list(documents(str(file)))], ids=["measured", "trained on"])
+def test_binary_data_that_could_be_utf8_is_not_read_as_text(content, read, tmp_path):
+    (tmp_path / "data.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"data\.txt is binary data, not text"):
+        read(tmp_path / "data.txt")
+    (tmp_path / "log.txt").write_bytes(b"\x1b[31mred\x1b[0m\f\r\n" + b"One stray code \x08" + b" in a long text" * 9)
+    read(tmp_path / "log.txt")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("latin.jsonl", "{'é'}".encode("latin-1"), "cannot be read as UTF-8 text"),
-        ("plain.gz", b"no archive", "cannot be read as UTF-8 text"),
+        ("latin.jsonl", "{'é'}".encode("latin-1"), r"is not UTF-8 \(at byte 2\)"),
+        ("plain.gz", b"no archive", "is not a whole gzip file"),
+        ("cut.gz", gzip.compress(b"{}" * 99)[:-9], "is not a whole gzip file"),
+        ("weights.bin", bytes(range(1, 32)) * 9, "is binary data, not text"),
         ("folder", None, "is no file"),
         ("nothing", b"", "holds no questions"),
     ],
@@ -353,8 +368,61 @@ def test_a_run_that_writes_to_the_same_file_loses_nothing(tmp_path):
     three.add("c", row)
     one.add("d", row)
     lines = (tmp_path / "needle.jsonl").read_text().splitlines()
-    assert [json.loads(line)["key"] for line in lines] == ["a", "b", "c", "d"]
+    assert [json.loads(line)["key"] for line in lines if line.endswith("}")] == ["a", "b", "c", "d"]
     assert list(Store(tmp_path, "needle").done) == ["a", "b", "c", "d"]
+
+
+def test_two_jobs_of_several_processes_share_a_folder(tmp_path):
+    first = [Store(tmp_path, "needle", rank, "one") for rank in range(3)]
+    second = [Store(tmp_path, "needle", rank, "two") for rank in range(2)]
+    for stores in (first, second):
+        for store in stores:
+            store.add(f"{store._job}{store._path.name}", {"setup": {}})
+    first[0].absorb()
+    assert [file.name for file in tmp_path.glob("*.rank*")] == ["needle.rank1-two.jsonl"]
+    second[1].add("later", {"setup": {}})
+    second[0].absorb()
+    assert [file.name for file in tmp_path.iterdir()] == ["needle.jsonl"]
+    assert len(Store(tmp_path, "needle").done) == 6
+
+
+EDITS = {
+    "no score": lambda row: row.pop("score"),
+    "another score": lambda row: row.update(score=1.0 - row["score"]),
+    "a word for a score": lambda row: row.update(score="high"),
+    "no tokens": lambda row: row.pop("tokens"),
+    "another label": lambda row: row.update(label="<b>mine</b>"),
+    "no setup": lambda row: row.pop("setup"),
+    "another key": lambda row: row.update(key="f" * 16),
+    "no digest": lambda row: row.pop("digest"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_line_does_not_count_and_is_measured_again(edit, small, tmp_path):
+    def measured():
+        return needle(*small, lengths=[128], depths=[50], text="noise", out=tmp_path, progress=False)
+
+    before, file = measured(), tmp_path / "needle.jsonl"
+    first, *others = file.read_text().splitlines()
+    row = json.loads(first)
+    EDITS[edit](row)
+    file.write_text("\n".join([json.dumps(row), *others]) + "\n")
+    with pytest.warns(UserWarning, match=r"needle\.jsonl: lines that were edited \(1\)"):
+        assert measured().rows == before.rows
+    lines = file.read_text().splitlines()
+    assert lines[: len(others) + 1] == [json.dumps(row), *others]
+    assert lines[-1] == first
+    assert measured().cells() == before.cells()
+
+
+def test_a_sweep_reads_all_weights_once(small, monkeypatch):
+    read = []
+    monkeypatch.setattr(identity, "_summary", lambda named: (read.append(named[0]), str(named[1].sum()))[1])
+    tasks = [Needle(TEXT, [96], [50], control=False), Perplexity(TEXT, [40], bins=1)]
+    sweep(*small, setups(["linear", "ntk"], [2]), tasks, progress=False)
+    for name, _ in small[0].named_parameters():
+        assert read.count(name) == 1
 
 
 def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
@@ -386,8 +454,8 @@ def test_a_table_of_positions_that_ends_is_named(small):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: Limits(chunk=0), "`chunk` must be a whole number >= 1, got 0"),
-        (lambda: Limits(batch_tokens=-3), "`batch_tokens` must be a whole number >= 1, got -3"),
+        (lambda: Limits(chunk=0), "`chunk` must be a whole number >= 1 .*, got 0"),
+        (lambda: Limits(batch_tokens=-3), "`batch_tokens` must be a whole number >= 1 .*, got -3"),
         (
             lambda: Perplexity(TEXT, [64], stride=1.5),
             r"stride must be a whole number from 1 to length - 1 = 63, got 1\.5",
@@ -420,7 +488,7 @@ def test_wrong_options_are_named(option, value, said, capsys):
 @pytest.mark.parametrize("command", [["eval", "needle"], ["sweep", "--methods", "none"]])
 def test_an_output_folder_that_cannot_be_made_is_named_before_anything_is_read(command, capsys, tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert main([*command, "--model", "nowhere", "--out", str(tmp_path / "file")]) == 1
+    assert main([*command, "--model", "nowhere", "--out", str(tmp_path / "file")]) == 2
     assert f"--out {tmp_path / 'file'} cannot be a folder for results: File exists." in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 

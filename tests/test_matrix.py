@@ -64,7 +64,7 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     assert (tmp_path / "matrix.md").read_text() == printed
     assert main(["methods"]) == 0
     assert "transformer_xl" in capsys.readouterr().out
-    assert main(["methods", "--matrix", "--architectures", "lama"]) == 1
+    assert main(["methods", "--matrix", "--architectures", "lama"]) == 2
     assert "no tiny model of 'lama'" in capsys.readouterr().err
     monkeypatch.setattr(conformance, "usual_options", lambda method, model: {"factor": 4, "exact": False})
     assert main(["methods", "--matrix", "--architectures", "llama", "--methods", "dynamic"]) == 1

@@ -18,7 +18,7 @@ from rope_ext import patch_model, unpatch_model
 from rope_ext.api import patch_of
 from rope_ext.cli import main
 from rope_ext.evals import Limits, Results, needle, perplexity, setups, sweep
-from rope_ext.evals.results import mean_difference, score_difference, wilson
+from rope_ext.evals.intervals import mean_difference, score_difference, wilson
 from rope_ext.evals.sweeping import holds_to
 from rope_ext.evals.tasks.needle import Needle
 from rope_ext.evals.tasks.perplexity import Perplexity
@@ -214,7 +214,7 @@ def test_sweep_on_the_command_line(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "2 setups" in shown
     assert (tmp_path / "index.html").exists()
-    assert main([*given, "--tasks", "needles"]) == 1
+    assert main([*given, "--tasks", "needles"]) == 2
     assert "unknown task 'needles'" in capsys.readouterr().err
 
 

@@ -6,12 +6,15 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
+MOST = 10**6
+"""Of what is made one by one: more would not come to an end."""
 
-def whole_numbers(name: str, values: Any) -> list[int]:
-    """Sorted, each once; an error that names the argument if it is not a list of whole numbers >= 1."""
+
+def whole_numbers(name: str, values: Any, at_most: int = 10**9) -> list[int]:
+    """Sorted, each once; an error that names the argument if it is not a list of whole numbers in that range."""
     listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else []
-    if not listed or any(isinstance(value, bool) or not isinstance(value, Integral) or value < 1 for value in listed):
-        raise ValueError(f"`{name}` must be a list of whole numbers >= 1, got {values!r}.")
+    if not listed or not all(_whole(value, at_most) for value in listed):
+        raise ValueError(f"`{name}` must be a list of whole numbers >= 1 (and <= {at_most:,}), got {values!r}.")
     return sorted({int(value) for value in listed})
 
 
@@ -23,8 +26,12 @@ def percentages(name: str, values: Any) -> list[float]:
     return sorted({float(value) for value in listed})
 
 
-def at_least_one(**values: Any) -> None:
-    """An error that names the argument unless each is a whole number >= 1."""
+def at_least_one(at_most: int = MOST, **values: Any) -> None:
+    """An error that names the argument unless each is a whole number in that range."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"`{name}` must be a whole number >= 1, got {value!r}.")
+        if not _whole(value, at_most):
+            raise ValueError(f"`{name}` must be a whole number >= 1 (and <= {at_most:,}), got {value!r}.")
+
+
+def _whole(value: Any, at_most: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= at_most

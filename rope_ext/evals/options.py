@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -66,6 +67,13 @@ def names(text: str) -> list[str]:
     return found
 
 
+def file(text: str) -> str:
+    """The name of a file that is there."""
+    if not os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no file")
+    return text
+
+
 def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bins", type=int, default=8, help="position bins of one forward")
     parser.add_argument("--stride", type=int, help="sliding windows of this stride instead of one forward")
@@ -119,7 +127,7 @@ def _kv_retrieval(given: Options) -> Task:
 def _add_multi_doc_qa(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--documents", type=whole_numbers, default=[10, 20, 30], help="how many, comma-separated")
     parser.add_argument(
-        "--qa-file", metavar="JSONL", help="questions in the form of Liu et al.; default: invented ones"
+        "--qa-file", type=file, metavar="JSONL", help="questions in the form of Liu et al.; default: invented ones"
     )
 
 
@@ -129,7 +137,9 @@ def _multi_doc_qa(given: Options) -> Task:
 
 def _add_ruler(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--subtasks", type=names, help="comma-separated; default: all eleven")
-    parser.add_argument("--qa", metavar="JSONL", action="append", help="a file of questions: one more subtask")
+    parser.add_argument(
+        "--qa", type=file, metavar="JSONL", action="append", help="a file of questions: one more subtask"
+    )
 
 
 def _ruler(given: Options) -> Task:

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from rope_ext.api import Description
-from rope_ext.evals.files import whole_file
-from rope_ext.evals.results import AXES, TITLES, labels, perplexity_bins, score_cells
-from rope_ext.evals.runner import Row
+from rope_ext.evals.cells import AXES, TITLES, labels, perplexity_bins, score_cells
+from rope_ext.evals.store import Row
+from rope_ext.files import whole_file
 
 SCORE_COLOURS = LinearSegmentedColormap.from_list("score", ["#b2182b", "#f4a582", "#f7f7f7", "#92c5de", "#2166ac"])
 """Red to blue: told apart by colour-blind readers too."""
@@ -211,7 +211,7 @@ def _legend_below(figure: Figure, axis: Axes) -> None:
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG."""
     with whole_file(path) as scratch:
-        figure.savefig(scratch, dpi=150)
+        figure.savefig(scratch, dpi=150, format="png")
 
 
 def _annotate(axis: Axes, x: int, y: int, cell: Row) -> None:

@@ -11,19 +11,19 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from rope_ext.config import LARGEST
+from rope_ext.evals.caches import beginning, can_be_cut, cut, new_cache, stack
 from rope_ext.evals.checks import at_least_one
 from rope_ext.evals.identity import depends_on_length, ends_of
 from rope_ext.evals.prefixes import Node, plan
+from rope_ext.evals.usage import Usage, cost
 from rope_ext.registry import compat
 
 Advance = Callable[[int, float], None]
@@ -49,7 +49,7 @@ class Limits:
     """Read a beginning that several prompts share only once."""
 
     def __post_init__(self) -> None:
-        at_least_one(chunk=self.chunk, batch_tokens=self.batch_tokens)
+        at_least_one(LARGEST, chunk=self.chunk, batch_tokens=self.batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -76,37 +76,6 @@ class Answer:
     """Of the prompt's ``answer_ids``, natural, teacher-forced."""
 
 
-@dataclass
-class Usage:
-    """What reading took, and what it would take to read every prompt from its beginning."""
-
-    per_token: float = 0.0
-    per_pair: float = 0.0
-    asked_tokens: int = 0
-    read_tokens: int = 0
-    asked_operations: float = 0.0
-    read_operations: float = 0.0
-
-    def add(self, start: int, end: int) -> None:
-        """A prompt of ``end`` tokens, of which the first ``start`` were there."""
-        self.asked_tokens += end
-        self.read_tokens += end - start
-        self.asked_operations += self._operations(0, end)
-        self.read_operations += self._operations(start, end)
-
-    def _operations(self, start: int, end: int) -> float:
-        return self.per_token * (end - start) + self.per_pair * (end * end - start * start) / 2
-
-    def __str__(self) -> str:
-        if not self.read_tokens:
-            return "nothing read"
-        return (
-            f"read {self.read_tokens:,} of {self.asked_tokens:,} prompt tokens; reading each prompt alone takes "
-            f"{self.asked_tokens / self.read_tokens:.2f} times the tokens, "
-            f"{self.asked_operations / self.read_operations:.2f} times the operations"
-        )
-
-
 class Reader:
     """Of decoders. Call it with groups of prompts; those of one group may share their beginnings.
 
@@ -117,12 +86,12 @@ class Reader:
 
     def __init__(self, model: PreTrainedModel, limits: Limits) -> None:
         self.model, self.limits = model, limits
-        self.usage = Usage(*_cost(model))
+        self.usage = Usage(*cost(model))
         arguments = inspect.signature(type(model).forward).parameters
         self._cache_argument = compat().cache_argument(model)
         self._takes_positions = "position_ids" in arguments
         self._ends = ends_of(model)
-        self._exact = _cuts(model) and not depends_on_length(model)
+        self._exact = can_be_cut(model) and not depends_on_length(model)
 
     def __call__(
         self, groups: Iterable[Sequence[tuple[int, Prompt]]], advance: Advance = lambda key, share: None
@@ -169,19 +138,19 @@ class Reader:
     ) -> Iterator[_Reading]:
         """``cache`` holds the node's shared beginning, and is this node's to use."""
         key, prompt = group[node.index]
-        cache = _new_cache(prompt.room) if cache is None else cache
+        cache = new_cache(prompt.room) if cache is None else cache
         reading = self._read(key, prompt, ids[node.index], cache, node.start, advance)
         if node.branches and not reading.finished:
-            reading.cache = _copy(cache, reading.length, prompt.room)
+            reading.cache = beginning(cache, reading.length, prompt.room)
         yield reading
         for branch in node.branches:
             _, other = group[branch.index]
-            yield from self._read_tree(branch, _copy(cache, branch.start, other.room), group, ids, advance)
+            yield from self._read_tree(branch, beginning(cache, branch.start, other.room), group, ids, advance)
 
     def _read(self, key: int, prompt: Prompt, ids: Tensor, cache: Any, start: int, advance: Advance) -> _Reading:
         """Read the prompt's rest with the answer behind it, then cut the cache where the model would not say that."""
         start = min(start, len(ids) - 1)
-        _cut(cache, start)
+        cut(cache, start)
         self.usage.add(start, len(ids))
         answer = torch.tensor(prompt.answer_ids)
         tokens = torch.cat([ids[start:], answer[:-1]]).to(self.model.device)
@@ -192,7 +161,7 @@ class Reader:
             advance(key, (end - begin) / len(tokens))
         reading = _Reading(key, cache, len(ids), prompt.max_new_tokens)
         reading.take_draft(logits[0], prompt.answer_ids, self._ends)
-        _cut(cache, reading.length)
+        cut(cache, reading.length)
         return reading
 
     def _read_alone(self, key: int, prompt: Prompt) -> _Reading:
@@ -228,7 +197,7 @@ class Reader:
         longest, more = max(lengths), max(reading.max_new_tokens for reading in readings)
         cache, arguments = readings[0].cache, {}
         if len(readings) > 1:
-            cache = _stack([reading.cache for reading in readings], longest + more)
+            cache = stack([reading.cache for reading in readings], longest + more)
             for reading in readings:
                 reading.cache = None
         ends = torch.tensor(lengths, device=self.model.device)[:, None]
@@ -282,12 +251,12 @@ class EncoderDecoderReader:
         end = self.model.config.eos_token_id
         ids = torch.tensor([[*prompt.ids, end]], device=self.model.device)
         encoded = self.model.get_encoder()(ids)
-        cache = EncoderDecoderCache(_new_cache(prompt.max_new_tokens + len(prompt.answer_ids)), DynamicCache())
+        cache = EncoderDecoderCache(new_cache(prompt.max_new_tokens + len(prompt.answer_ids)), DynamicCache())
         first = torch.tensor([[self._start, *prompt.answer_ids[:-1]]], device=ids.device)
         logits = self._forward(encoded, first, cache)
         reading = _Reading(0, cache, 1, prompt.max_new_tokens)
         reading.take_draft(logits[0], prompt.answer_ids, self._ends)
-        _cut(cache.self_attention_cache, reading.length)
+        cut(cache.self_attention_cache, reading.length)
         while not reading.finished:
             last = torch.tensor([[reading.generated[-1]]], device=ids.device)
             reading.take(int(self._forward(encoded, last, cache)[0, -1].argmax()), self._ends)
@@ -354,90 +323,5 @@ class _Reading:
                 return
 
 
-class _Layer(DynamicLayer):
-    """Keys and values in one buffer, so that a step copies nothing that is there; a cut costs nothing."""
-
-    def __init__(self, room: int = 0) -> None:
-        super().__init__()
-        self._room = room
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self._buffers: list[Tensor] = []
-        used = self.get_seq_length()
-        end = used + key_states.shape[-2]
-        new = (key_states, value_states)
-        if not self._buffers or end > self._buffers[0].shape[-2]:
-            old = self._buffers
-            self._buffers = [each.new_empty(*each.shape[:2], max(end, self._room), each.shape[3]) for each in new]
-            for buffer, before in zip(self._buffers, old, strict=False):
-                buffer[:, :, :used] = before[:, :, :used]
-            self._room = 2 * end
-        for buffer, states in zip(self._buffers, new, strict=True):
-            buffer[:, :, used:end] = states
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
-        return self.keys, self.values
-
-    def cut(self, length: int) -> None:
-        """Keep the first ``length`` tokens."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
-
-
-def _new_cache(room: int) -> Any:
-    """An empty cache for so many tokens. Sliding layers keep all keys, too: it can be cut, and masks do the rest."""
-    return Cache(layer_class_to_replicate=partial(_Layer, room))  # type: ignore[arg-type]
-
-
-def _cut(cache: Any, length: int) -> None:
-    for layer in cache.layers:
-        layer.cut(length)
-
-
-def _copy(cache: Any, length: int, room: int) -> Any:
-    """Another cache that begins with the first ``length`` tokens of this one."""
-    return _stack([cache], room, length)
-
-
-def _stack(caches: Sequence[Any], room: int, length: int | None = None) -> Any:
-    """One cache of several, the shorter ones padded on the left."""
-    made = _new_cache(room)
-    for layers in zip(*(cache.layers for cache in caches), strict=True):
-        layer = _Layer(room)
-        if layers[0].is_initialized:
-            layer.update(*(_pad([getattr(each, name)[:, :, :length] for each in layers]) for name in _STATES))
-        made.layers.append(layer)
-    return made
-
-
-_STATES = ("keys", "values")
-
-
-def _pad(states: Sequence[Tensor]) -> Tensor:
-    longest = max(each.shape[2] for each in states)
-    return torch.cat([F.pad(each, (0, 0, longest - each.shape[2], 0)) for each in states])
-
-
 def _log_probability(logits: Tensor, answer: Tensor) -> float:
     return float(logits.float().log_softmax(-1).gather(1, answer[:, None].to(logits.device)).sum())
-
-
-def _cuts(model: PreTrainedModel) -> bool:
-    """Whether all layers keep keys and values of each token, so that a cache can be cut anywhere."""
-    layers = DynamicCache(config=model.config).layers
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-
-
-def _cost(model: PreTrainedModel) -> tuple[float, float]:
-    """Operations per token (two per weight below the embeddings) and per pair of query and key."""
-    config = model.config.get_text_config(decoder=True)
-    outside = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
-    weights = sum(
-        weight.numel()
-        for module in model.modules()
-        if id(module) not in outside
-        for weight in module.parameters(recurse=False)
-    )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2.0 * weights, 4.0 * config.num_hidden_layers * config.num_attention_heads * head_dim

@@ -7,7 +7,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from rope_ext.evals.files import whole_file
+from rope_ext.files import whole_file
 
 _STYLE = """
 :root { color-scheme: light; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,8 +17,9 @@ from rope_ext.api import patch_of, unwrap
 from rope_ext.evals import memory
 from rope_ext.evals.identity import digest, fingerprint, setup_label, tokenizer_digest, weights
 from rope_ext.evals.memory import Holding
-from rope_ext.evals.reading import Advance, Limits, Usage
+from rope_ext.evals.reading import Advance, Limits
 from rope_ext.evals.store import Row, Store
+from rope_ext.evals.usage import Usage
 
 
 class Task(ABC):
@@ -61,6 +63,7 @@ def run(
     max_memory: int | None = None,
     spread: bool = False,
     progress: bool = True,
+    checkpoint: str | None = None,
 ) -> list[Row]:
     """Measure every row of the task; rows that ``out`` already holds for this very setup are not measured again.
 
@@ -75,6 +78,7 @@ def run(
         spread: split the rows over the processes that ``torchrun`` or ``accelerate launch`` started; every process must
             call this, and each gets all rows back. Not for a model that is itself sharded.
         progress: show the memory estimate and a bar.
+        checkpoint: the model's :func:`rope_ext.evals.identity.weights`, where they are known; else they are all read.
 
     Returns:
         The rows in the task's order: what was asked, the results, ``label``, ``method``, ``options`` and the setup.
@@ -86,7 +90,7 @@ def run(
     _refuse_prompt_learning(model)
     inner, limits = unwrap(model), limits or Limits()
     label = label or setup_label(inner)
-    checkpoint = weights(inner)
+    checkpoint = checkpoint or weights(inner)
     setup = {
         "task": task.name,
         "settings": task.settings(),
@@ -103,7 +107,7 @@ def run(
         "setup": setup,
     }
     rank, world = _processes() if spread else (0, 1)
-    store = Store(None if out is None else Path(out), task.name, rank)
+    store = Store(None if out is None else Path(out), task.name, rank, _job() if world > 1 else "")
     rows = task.rows()
     keys = [digest({**setup, "row": row}) for row in rows]
     missing = _share([index for index, key in enumerate(keys) if key not in store.done], task, rows, rank, world)
@@ -129,12 +133,12 @@ def run(
     return [{**store.done[key], "label": label} for key in keys]
 
 
-def comparable(task: Task, tokenizer: Any, model: nn.Module, out: Path) -> list[Row]:
+def comparable(task: Task, tokenizer: Any, model: nn.Module, out: Path, checkpoint: str | None = None) -> list[Row]:
     """The rows in ``out`` of this task with the same settings and the same weights, under any encoding.
 
     Where one label stands for several setups, the model's own counts, or else the one that was measured last.
     """
-    checkpoint = weights(unwrap(model))
+    checkpoint = checkpoint or weights(unwrap(model))
     wanted = {"settings": task.settings(), "tokenizer": tokenizer_digest(tokenizer), "weights": checkpoint}
     rows = [row for row in Store(out, task.name).done.values() if wanted.items() <= row["setup"].items()]
     own = fingerprint(unwrap(model), checkpoint)
@@ -171,6 +175,14 @@ def _processes() -> tuple[int, int]:
 
     state = PartialState()
     return state.process_index, state.num_processes
+
+
+def _job() -> str:
+    """A name that the processes of this run, and no others, have in common."""
+    from accelerate.utils import broadcast_object_list
+
+    name: str = broadcast_object_list([uuid.uuid4().hex[:8]])[0]
+    return name
 
 
 def _share(missing: Sequence[int], task: Task, rows: Sequence[Row], rank: int, world: int) -> list[int]:

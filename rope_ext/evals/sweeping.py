@@ -14,18 +14,11 @@ from torch import nn
 
 from rope_ext.api import patch_of, patched, unwrap
 from rope_ext.config import Method
-from rope_ext.evals.identity import AS_IT_IS, method_label, setup_label, trained_length
+from rope_ext.evals.cells import TITLES, labels, perplexity_bins, shown, tokens_of
+from rope_ext.evals.identity import AS_IT_IS, method_label, setup_label, trained_length, weights
+from rope_ext.evals.intervals import mean_difference, score_difference
 from rope_ext.evals.report import Page, picture, table
-from rope_ext.evals.results import (
-    TITLES,
-    Results,
-    labels,
-    mean_difference,
-    perplexity_bins,
-    score_difference,
-    shown,
-    tokens_of,
-)
+from rope_ext.evals.results import Results
 from rope_ext.evals.runner import Row, Task, run
 from rope_ext.registry import find_method
 
@@ -146,13 +139,13 @@ def sweep(
     for setup in setups:
         with under(model, setup):
             pass
-    baseline = setup_label(model)
+    baseline, checkpoint = setup_label(model), weights(unwrap(model))
     rows: dict[str, list[Row]] = {task.name: [] for task in tasks}
     for setup in setups:
         label = baseline if setup is None else method_label(setup)
         with under(model, setup):
             for task in tasks:
-                rows[task.name] += run(task, model, tokenizer, out, label, **running)
+                rows[task.name] += run(task, model, tokenizer, out, label, checkpoint=checkpoint, **running)
     trained = trained_length(model)
     return Sweep({name: Results(name, found, trained) for name, found in rows.items()}, trained, baseline)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
+
+from rope_ext.files import read_utf8
 
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 
@@ -21,7 +24,7 @@ def read_text(source: str | Path = "builtin") -> str:
             a folder of ``*.txt`` and ``*.md`` files, or "hf:NAME" for a Hub dataset with a ``text`` column.
 
     Raises:
-        ValueError: nothing is found under that name, it is empty, or a file is not UTF-8.
+        ValueError: nothing is found under that name, it is empty, or a file is not UTF-8 text.
     """
     source = str(source)
     if not source:
@@ -38,28 +41,16 @@ def read_text(source: str | Path = "builtin") -> str:
         except ImportError as error:
             raise ValueError(f"text source {source!r} needs the `datasets` package: pip install datasets.") from error
         text = "\n".join(row["text"] for row in load_dataset(source[3:], split="train"))
-    elif Path(source).is_dir():
+    elif os.path.isdir(source):
         files = sorted(file for file in Path(source).rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
-        text = "\n".join(map(utf8, files))
-    elif Path(source).is_file():
-        text = utf8(Path(source))
+        text = "\n".join(map(read_utf8, files))
+    elif os.path.isfile(source):
+        text = read_utf8(Path(source))
     else:
         raise ValueError(f"text source {source!r} is neither 'builtin', 'noise', 'hf:NAME', nor a file or folder here.")
     if not text.strip():
         raise ValueError(f"text source {source!r} is empty (a folder is searched for *.txt and *.md).")
     return text
-
-
-def utf8(file: Path) -> str:
-    """What a file says.
-
-    Raises:
-        ValueError: it is not UTF-8: numbers measured on wrongly decoded text would look like any others.
-    """
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 (at byte {error.start}); convert it, for example with iconv.") from error
 
 
 def sentences(text: str) -> list[str]:

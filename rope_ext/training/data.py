@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rope_ext.files import read_utf8
 from rope_ext.training.loss import IGNORED
 
 BUILT_IN = "builtin"
@@ -34,7 +35,7 @@ def documents(source: str) -> Iterator[str]:
             "text").
 
     Raises:
-        ValueError: nothing there, or a line without text.
+        ValueError: nothing there, a line without text, or a file that is not UTF-8 text.
     """
     if source == BUILT_IN:
         yield from (text for _, text in sorted(pydoc_data.topics.topics.items()))
@@ -52,7 +53,7 @@ def documents(source: str) -> Iterator[str]:
                 f"data={source!r}: no such file or folder with .txt or .jsonl files; or use {DOCSTRINGS!r}."
             )
         for file in files:
-            yield from _lines(file) if file.suffix == ".jsonl" else [file.read_text(encoding="utf-8")]
+            yield from _lines(file) if file.suffix == ".jsonl" else [read_utf8(file)]
 
 
 def _docstrings() -> Iterator[str]:
@@ -71,7 +72,7 @@ def _docstrings() -> Iterator[str]:
 
 
 def _lines(file: Path) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

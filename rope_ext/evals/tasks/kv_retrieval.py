@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from rope_ext.evals.checks import at_least_one, percentages, whole_numbers
+from rope_ext.evals.checks import MOST, at_least_one, percentages, whole_numbers
 from rope_ext.evals.identity import digest
 from rope_ext.evals.questions import Question, QuestionTask, encode, frame
 from rope_ext.evals.runner import Row
@@ -50,7 +50,7 @@ class KvRetrieval(QuestionTask):
         chat: bool = False,
         max_new_tokens: int = 48,
     ) -> None:
-        self.pairs = whole_numbers("pairs", pairs)
+        self.pairs = whole_numbers("pairs", pairs, MOST)
         self.positions = percentages("positions", POSITIONS if positions is None else positions)
         at_least_one(samples=samples, max_new_tokens=max_new_tokens)
         self.samples, self.seed, self.max_new_tokens = samples, seed, max_new_tokens

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import random
 import re
 import string
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from rope_ext.evals.questions import Question, QuestionTask, encode, frame
 from rope_ext.evals.runner import Row
 from rope_ext.evals.tasks.kv_retrieval import POSITIONS, place
 from rope_ext.evals.words import FACTS, NAMES, Fact
+from rope_ext.files import read_utf8
 
 TASK = "Answer the question in a few words. The answer is in one of the documents below."
 CLOSED_BOOK = "Answer the question in a few words."
@@ -209,17 +208,13 @@ def read_entries(file: str | Path) -> list[Entry]:
     has the answer but is not gold is left out), or ``context``, the text of the one document with the answer.
 
     Raises:
-        ValueError: there is no such file, it is empty, or a line is not in that form.
+        ValueError: there is no such file, it is no UTF-8 text, it is empty, or a line is not in that form.
     """
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"file {str(file)!r} {'is no file' if path.exists() else 'does not exist'}.")
-    try:
-        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
-    except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"file {str(file)!r} cannot be read as UTF-8 text: {error}.") from error
     entries = []
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(read_utf8(path).split("\n"), start=1):
         if line.strip():
             try:
                 entries.append(_entry_of(json.loads(line)))

@@ -1,0 +1,1 @@
+"""How the prompts of RULER are made: one file per kind of task."""
