@@ -12,6 +12,7 @@ from transformers import EncoderDecoderCache
 from rope_ext.attention.registered import as_layout
 from rope_ext.encodings.bias import Bias, BiasMethod, T5Bias
 
+from ._compat import wants_weights
 from .hosted import EncodingSource, HostedAdapter, HostedAttention, Place, Stack
 
 
@@ -60,9 +61,9 @@ class T5Attention(HostedAttention):
             if cache is not None:
                 own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
                 key, value = own.update(key, value, self.layer_idx)
-        weigh = output_attentions or bool(getattr(self.config, "output_attentions", False))
+        weigh = output_attentions or wants_weights(self)
         dropout = self.dropout if self.training else 0.0
-        output, seen = self.core(query, key, value, layout, self.scaling, dropout, weigh)
+        output, seen = self.core(query, key, value, layout, 1.0, dropout, weigh)
         return self.o(output), None, seen
 
     def _heads(self, states: Tensor) -> Tensor:
