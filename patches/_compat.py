@@ -60,3 +60,16 @@ def mask_function(make: Callable[..., Any]) -> Callable[..., Any]:
 def wants_weights(attention: nn.Module) -> bool:
     """Whether the config of a T5 attention module asks for weights; older ones have none, and their caller asks."""
     return bool(getattr(getattr(attention, "config", None), "output_attentions", False))
+
+
+def hooks_on_weights(stack: nn.Module, attention: nn.Module) -> list[tuple[nn.Module, Callable[..., None]]]:
+    """What a stack of UMT5 needs before 5.16, where its attention modules are not told that weights are asked for."""
+    return [] if hasattr(attention, "config") else [(stack, _refuse_weights)]
+
+
+def _refuse_weights(stack: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    if given.get("output_attentions") or stack.config.output_attentions:  # type: ignore[union-attr]
+        raise ValueError(
+            f"`output_attentions`=True: a patched UMT5 gives its weights with transformers 5.16 or newer, and this is "
+            f"{transformers.__version__}; install that, or call unpatch_model first."
+        )

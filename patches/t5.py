@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from rope_ext.attention.registered import as_layout
+from rope_ext.config import Method
 from rope_ext.encodings.bias import Bias, BiasMethod, T5Bias
 
-from ._compat import wants_weights
-from .hosted import EncodingSource, HostedAdapter, HostedAttention, Place, Stack
+from ._compat import hooks_on_weights, wants_weights
+from .base import Swap
+from .hosted import EncodingSource, HostedAdapter, HostedAttention, Place, Rotation, Stack
 
 
 class CheckpointTable:
@@ -159,3 +161,11 @@ class UMT5Adapter(T5Adapter):
 
     model_types: ClassVar[tuple[str, ...]] = ("umt5",)
     stand_in = UMT5Attention
+
+    def _replacements(
+        self, encoding: Method, rotation: Rotation | None, length: int
+    ) -> tuple[list[Swap], list[tuple[nn.Module, str, nn.Module]], list[tuple[nn.Module, Any]]]:
+        swaps, added, hooks = super()._replacements(encoding, rotation, length)
+        for stack in self.stacks():
+            hooks += hooks_on_weights(stack.root, stack.places[0].module)
+        return swaps, added, hooks
