@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from rope_ext.attention.registered import as_layout
+from rope_ext.config import Method
 from rope_ext.encodings.bias import Bias, BiasMethod, T5Bias
 
-from .hosted import EncodingSource, HostedAdapter, HostedAttention, Place, Stack
+from ._compat import hooks_on_weights, wants_weights
+from .base import Swap
+from .hosted import EncodingSource, HostedAdapter, HostedAttention, Place, Rotation, Stack
 
 
 class CheckpointTable:
@@ -64,9 +67,9 @@ class T5Attention(HostedAttention):
             if cache is not None:
                 own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
                 key, value = own.update(key, value, self.layer_idx)
-        weigh = output_attentions or bool(getattr(self.config, "output_attentions", False))
+        weigh = output_attentions or wants_weights(self)
         dropout = self.dropout if self.training else 0.0
-        output, seen = self.core(query, key, value, layout, self.scaling, dropout, weigh)
+        output, seen = self.core(query, key, value, layout, 1.0, dropout, weigh)
         return self.o(output), None, seen
 
     def _heads(self, states: Tensor) -> Tensor:
@@ -162,3 +165,11 @@ class UMT5Adapter(T5Adapter):
 
     model_types: ClassVar[tuple[str, ...]] = ("umt5",)
     stand_in: ClassVar[type[HostedAttention]] = UMT5Attention
+
+    def _replacements(
+        self, encoding: Method, rotation: Rotation | None, length: int
+    ) -> tuple[list[Swap], list[tuple[nn.Module, str, nn.Module]], list[tuple[nn.Module, Any]]]:
+        swaps, added, hooks = super()._replacements(encoding, rotation, length)
+        for stack in self.stacks():
+            hooks += hooks_on_weights(stack.root, stack.places[0].module)
+        return swaps, added, hooks

@@ -520,8 +520,12 @@ def test_another_attention_implementation_is_refused_or_right(host, method):
 def test_attention_weights_on_request(host, method):
     model = patched(host, method)
     x = ids(40)
+    more = {"decoder_input_ids": x} if is_t5(model) else {}
+    if "umt5" in host and not hasattr(build(host).encoder.block[0].layer[0].SelfAttention, "config"):
+        with pytest.raises(ValueError, match=r"5\.16 or newer"):
+            model(x, **more, output_attentions=True)
+        return
     with torch.no_grad():
-        more = {"decoder_input_ids": x} if is_t5(model) else {}
         output = model(x, **more, output_attentions=True, use_cache=False)
     seen = output.decoder_attentions if is_t5(model) else output.attentions
     assert len(seen) == 2

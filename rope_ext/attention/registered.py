@@ -20,6 +20,7 @@ from rope_ext.attention.layout import Layout
 from rope_ext.config import Patterned
 from rope_ext.encodings.bias import Bias
 from rope_ext.encodings.raw import Encoder
+from rope_ext.registry import compat
 
 NAME = "rope_ext"
 """What ``config._attn_implementation`` is in a model whose attention is computed here."""
@@ -148,4 +149,4 @@ def as_layout(mask: Layout | Tensor | None, query: Tensor) -> Layout:
 
 
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, make_layout)
+AttentionMaskInterface.register(NAME, compat().mask_function(make_layout))
