@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from rope_ext.api import patch_model, unpatch_model
 from rope_ext.checkpoint import LEARNED, load_patched
@@ -135,18 +135,27 @@ def as_markdown(cells: Sequence[Cell]) -> str:
 
 def tiny(architecture: str, **changes: Any) -> PreTrainedModel:
     """A random model of the architecture, the same on every call; ``changes``: entries of its config."""
-    known = AutoConfig.for_model(architecture)
-    sized = {name: value for name, value in _SIZE.items() if hasattr(known, name) or name.endswith("_token_id")}
-    config = AutoConfig.for_model(architecture, **{**sized, **ARCHITECTURES[architecture], **changes})
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = kind.from_config(config).eval()
-        for name, weight in model.named_parameters():  # so that positions and attention matter
-            if "relative_attention_bias" in name:
-                nn.init.normal_(weight)
-            if "query_key_value.weight" in name or "Wqkv" in name:
-                nn.init.normal_(weight, std=0.3)
+        return random_model(tiny_config(architecture, **changes))
+
+
+def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """Of a tiny model, known to ``ARCHITECTURES`` or not, with other entries where ``changes`` has some."""
+    known = AutoConfig.for_model(model_type)
+    sized = {name: value for name, value in _SIZE.items() if hasattr(known, name) or name.endswith("_token_id")}
+    return AutoConfig.for_model(model_type, **{**sized, **ARCHITECTURES.get(model_type, {}), **changes})
+
+
+def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """In eval mode, from the default generator, with weights of a size that lets positions and attention matter."""
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if "relative_attention_bias" in name:
+            nn.init.normal_(weight)
+        if "query_key_value.weight" in name or "Wqkv" in name:
+            nn.init.normal_(weight, std=0.3)
     return model
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -138,23 +137,6 @@ def test_inspect_of_a_patched_checkpoint_and_of_one_that_fits_nothing(capsys, tm
     (tmp_path / "made" / "model.safetensors").write_bytes(b"cut off")
     assert main(["needle", "--model", str(tmp_path / "made"), "--out", str(tmp_path)]) == 2
     assert "cannot load --model" in capsys.readouterr().err
-
-
-def test_demo_writes_one_page_that_needs_nothing_else(capsys, tmp_path):
-    given = ["demo", *MODEL, "--quick", "--out", str(tmp_path)]
-    assert main(given) == 0
-    shown = capsys.readouterr().out
-    assert "Perplexity by position" in shown
-    assert "yarn x2" in shown
-    page = (tmp_path / "index.html").read_text()
-    sources = re.findall(r'(?:src|href)="([^"]{5})', page)
-    assert len(sources) == 4
-    assert set(sources) == {"data:"}
-    assert page.count("<tr>") == 1 + 10 + 1 + 2
-    assert {path.suffix for path in tmp_path.iterdir()} == {".jsonl", ".csv", ".png", ".html"}
-    before = (tmp_path / "needle.jsonl").read_text()
-    assert main(given) == 0
-    assert (tmp_path / "needle.jsonl").read_text() == before
 
 
 def test_help_of_every_command(capsys):

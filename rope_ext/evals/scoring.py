@@ -5,19 +5,22 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
+
+from rope_ext.registry import compat
 
 HEAD_CHUNK = 512
 """Positions that go through the output head at a time."""
 
 
-def token_nll(model: PreTrainedModel, ids: Tensor, start: int = 1) -> Tensor:
+def token_nll(model: PreTrainedModel, ids: Tensor, start: int = 1, cache: Cache | None = None) -> Tensor:
     """-ln p(ids[t] | ids[:t]) for t = start .. length - 1, from one forward pass.
 
     Args:
         model: a causal language model in eval mode.
         ids: shape (1, length).
         start: first token to score, at least 1.
+        cache: an empty one, to hold the text afterwards.
 
     Returns:
         fp32, shape (length - start,), in nats.
@@ -28,7 +31,8 @@ def token_nll(model: PreTrainedModel, ids: Tensor, start: int = 1) -> Tensor:
     with torch.inference_mode():
         decoder = _decoder(model)
         head = _Head(model, decoder, ids[:, :16])
-        hidden = decoder(ids, use_cache=False).last_hidden_state[0, start - 1 : -1]
+        held = {compat().cache_argument(decoder): cache}
+        hidden = decoder(ids, use_cache=cache is not None, **held).last_hidden_state[0, start - 1 : -1]
         targets = ids[0, start:]
         chunks = range(0, len(targets), HEAD_CHUNK)
         parts = [

@@ -88,7 +88,7 @@ class Perplexity(Task):
             raise ValueError(f"perplexity needs a causal language model, {type(model).__name__} has an encoder.")
         for index, row in enumerate(rows):
             tokens = row["length"] * (1 if self.stride is None else self.windows)
-            with _layers_advance(model, tokens, partial(advance, index)):
+            with layers_advance(model, tokens, partial(advance, index)):
                 measured = self._read(model, tokenizer, row)
             yield index, measured
 
@@ -139,7 +139,7 @@ class Perplexity(Task):
 
 
 @contextmanager
-def _layers_advance(model: PreTrainedModel, tokens: int, advance: Callable[[float], None]) -> Iterator[None]:
+def layers_advance(model: PreTrainedModel, tokens: int, advance: Callable[[float], None]) -> Iterator[None]:
     """Report progress while so many tokens are read: a step per layer of each forward pass."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
