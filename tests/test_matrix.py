@@ -58,8 +58,8 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     wanted = ["methods", "--matrix", "--architectures", "llama,gemma2", "--methods", "yarn,alibi"]
     assert main([*wanted, "--out", str(tmp_path / "matrix.md")]) == 0
     printed = capsys.readouterr().out
-    assert "| `yarn` | ok (8) | ok (8) |" in printed
-    assert "| `alibi` | ok (8) | refused |" in printed
+    assert "| `yarn` | ok (9) | ok (9) |" in printed
+    assert "| `alibi` | ok (9) | refused |" in printed
     assert "- gemma2 hosts no bias encodings here (hosted seams: rotary): `alibi`" in printed
     assert (tmp_path / "matrix.md").read_text() == printed
     assert main(["methods"]) == 0
