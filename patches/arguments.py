@@ -78,16 +78,17 @@ class Told:
         names = _names(type(module).forward)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         given = {name: value for name, value in given.items() if value is not None}
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            self._check_names(module, names, given)
-        implementation = module.config._attn_implementation or ""
-        if "paged" in implementation or (compiling and not any(name in given for name in SEQUENCES)):
-            return None  # continuous batching keeps requests apart; a traced call is left to stock
+        if "read_index" in given:  # continuous batching: it says where each request's keys are, and keeps them apart
+            return None
         mask = given.get("attention_mask")
+        if torch.compiler.is_compiling():
+            if self._left_to_stock(given, mask):
+                return None
+        else:
+            self._check_names(module, names, given)
         if isinstance(mask, (Layout, dict)):
             return None  # prepared, by the model around this one or by the caller
-        changes = self._changes(module, names, given, implementation)
+        changes = self._changes(module, names, given, module.config._attn_implementation or "")
         if changes is None:
             return None
         kept = {name: value for name, value in kwargs.items() if name not in SEQUENCES}
@@ -103,13 +104,26 @@ class Told:
                 kept[name] = value
         return tuple(placed), kept
 
+    def _left_to_stock(self, given: dict[str, Any], mask: Any) -> bool:
+        """Whether the model itself does what a traced call asks for; to read arguments here would break the graph."""
+        if any(name in given for name in SEQUENCES):
+            return False
+        if "position_ids" in given and not (self.reads and self.masked_by_positions):
+            return False
+        if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point():
+            torch._assert_async(
+                (mask < 2).all(), "`attention_mask` numbers documents in a compiled call: pass `cu_seq_lens_q` and _k."
+            )
+        return True
+
     def _check_names(self, module: Any, names: tuple[str, ...], given: dict[str, Any]) -> None:
         kind = type(module).__name__
         for name, why in self.refused.items():
             if isinstance(given.get(name), Tensor) or given.get(name):
                 raise ValueError(f"`{name}`: {why}")
         read = {*names, *TOLD, *PASSED, *(HANDED_ON if self.reads else ())}
-        for name in given.keys() - read:
+        unread = given.keys() - read
+        for name in unread - _read_around(module) if unread else ():
             neutral = self.causal if name == "is_causal" else NEUTRAL.get(name)
             if name not in NEUTRAL:
                 warnings.warn(f"`{name}` is not read by {kind}.forward: it has no effect.", stacklevel=3)
@@ -188,6 +202,16 @@ def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
     """The arguments that a model's forward names, in order."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return tuple(each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD)
+
+
+def _read_around(module: nn.Module) -> set[str]:
+    """Keywords that functions wrapped around the forward of this one module read; trainers put some there."""
+    names: set[str] = set()
+    forward = module.__dict__.get("forward")
+    while forward is not None:
+        names.update(inspect.signature(forward, follow_wrapped=False).parameters)
+        forward = getattr(forward, "__wrapped__", None)
+    return names
 
 
 @cache

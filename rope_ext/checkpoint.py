@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import tempfile
 import warnings
@@ -67,7 +68,7 @@ def load_patched(path: str | Path, model_class: type[PreTrainedModel] | None = N
     encoding = take_record(config, str(path))
     learned = _learned_tensors(path, where) if encoding.learns else {}
     with _quiet_about(learned):
-        model = load_whole(model_class or named_class(config), path, config=config, **kwargs)
+        model = load_whole(model_class or named_class(config), path, model_class is not None, config=config, **kwargs)
     patch_model(model, encoding)
     _fill(model, learned, str(path))
     return model
@@ -77,9 +78,9 @@ SAFE = {"trust_remote_code": False}
 """No code that comes with a checkpoint is run, and nobody is asked about it, unless the caller says so."""
 
 
-def load_whole(kind: Any, path: str | Path, **kwargs: Any) -> PreTrainedModel:
+def load_whole(kind: Any, path: str | Path, new_parts: bool = False, **kwargs: Any) -> PreTrainedModel:
     """``kind.from_pretrained`` of a checkpoint that has every weight, in safetensors: stock loading would make up those
-    that are missing, and unpickle other files.
+    that are missing, and unpickle other files. ``new_parts``: those that are missing are wanted new (another head).
 
     Raises:
         ValueError: weights are missing, or the checkpoint's index names files outside it.
@@ -90,7 +91,7 @@ def load_whole(kind: Any, path: str | Path, **kwargs: Any) -> PreTrainedModel:
     model: PreTrainedModel
     with _named(path):
         model, found = kind.from_pretrained(path, output_loading_info=True, **given)
-    if found["missing_keys"]:
+    if found["missing_keys"] and not new_parts:
         missing = sorted(found["missing_keys"])
         raise ValueError(f"{path} lacks {len(missing)} of the weights of {kind.__name__}, for example {missing[0]!r}.")
     return model
@@ -300,8 +301,6 @@ def load_adapter(model: PreTrainedModel, path: str | Path, **kwargs: Any) -> Any
         ValueError: the adapter has no record, the base model's method or options differ from it, or its weights are not
             in safetensors.
     """
-    from peft import PeftModel
-
     record = adapter_config(path).get("rope_ext")
     if record is None:
         raise ValueError(f"{path} has no record of a position encoding; load it with PeftModel.from_pretrained.")
@@ -313,6 +312,17 @@ def load_adapter(model: PreTrainedModel, path: str | Path, **kwargs: Any) -> Any
             f"this adapter was trained under {record['method']} {record['options']}, the base model is "
             f"{found['method']} {found['options']}; first call patch_model(model, {record['method']!r}{arguments})."
         )
+    return attach_adapter(model, path, **kwargs)
+
+
+def attach_adapter(model: PreTrainedModel, path: str | Path, **kwargs: Any) -> Any:
+    """``PeftModel.from_pretrained`` of weights in safetensors; after an error the base model is as it was.
+
+    Raises:
+        ValueError: there are no such weights, or they are damaged.
+    """
+    from peft import PeftModel
+
     if cached_file(str(path), ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False) is None:
         raise ValueError(f"{path} has no {ADAPTER_WEIGHTS}; other kinds of files can hold code and are not read.")
     with warnings.catch_warnings(), _named(path), _undone(model):
@@ -356,7 +366,7 @@ def adapter_config(path: str | Path) -> dict[str, Any]:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2])
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))
 
 
 @contextmanager

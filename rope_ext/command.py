@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for argument in sys.argv[1:] if args is None else args:
+            if argument.startswith("--") and argument.endswith("=--"):  # argparse would read an empty list
+                self.error(f"argument {argument.removesuffix('=--')}: '--' is no value")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; see --help\n")

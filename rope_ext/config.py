@@ -204,7 +204,7 @@ def integers(default: Any = MISSING) -> Any:
             if isinstance(item, bool) or not isinstance(item, Integral):
                 raise TypeError(f"{label} must hold whole numbers only, got {item!r}.")
             if not 0 <= int(item) <= LARGEST:
-                raise ValueError(f"{label} must hold numbers from 0 to {LARGEST} only, got {item!r}.")
+                raise ValueError(f"{label} must hold numbers >= 0 and <= {LARGEST} only, got {item!r}.")
         return tuple(sorted({int(item) for item in value}))
 
     return _option(default, check)

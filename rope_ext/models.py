@@ -32,6 +32,7 @@ from rope_ext.checkpoint import (
     ADAPTER_CONFIG,
     SAFE,
     adapter_config,
+    attach_adapter,
     load_adapter,
     load_patched,
     load_whole,
@@ -78,13 +79,11 @@ def load(
 
 
 def _with_adapter(folder: Path, dtype: str, device: str | None) -> tuple[PreTrainedModel, Any]:
-    from peft import PeftModel
-
     recorded = adapter_config(folder)
     model, tokenizer = load(str(recorded.get("base_model_name_or_path")), dtype, device)
     encoding = recorded.get("rope_ext")
     if encoding is None:
-        adapted = PeftModel.from_pretrained(model, str(folder))
+        adapted = attach_adapter(model, folder)
     else:
         if encoding["method"] != "unpatched":
             patch_model(model, encoding["method"], tokenizer=tokenizer, **encoding["options"])

@@ -54,8 +54,8 @@ def test_the_page_needs_nothing_else(variant, bins, needles, capsys, tmp_path):
     assert main(given) == 0
     shown = capsys.readouterr().out
     assert "minutes on this machine" in shown
-    assert re.search(rf"^unpatched: perplexity .* [0-{needles}] of {needles} needles found$", shown, re.MULTILINE)
-    assert re.search(rf"^yarn x2: perplexity .* [0-{needles}] of {needles} needles found$", shown, re.MULTILINE)
+    assert re.search(rf"^unpatched: perplexity .*; needles found: [0-{needles}] of {needles}$", shown, re.MULTILINE)
+    assert re.search(rf"^yarn x2: perplexity .*; needles found: [0-{needles}] of {needles}$", shown, re.MULTILINE)
     page = (tmp_path / "index.html").read_text()
     sources = re.findall(r'(?:src|href)="([^"]{5})', page)
     assert len(sources) == 4

@@ -235,7 +235,23 @@ def test_options_of_an_evaluation(small, case):
 
 # the command line
 
-BAD = ["", "0", "-1", "nan", "1e999", "a", "1,2,", "64,128", "true", "null", "[1]", "[" * 9999, "9" * 30, "x" * 300]
+BAD = [
+    "",
+    "--",
+    "0",
+    "-1",
+    "nan",
+    "1e999",
+    "a",
+    "1,2,",
+    "64,128",
+    "true",
+    "null",
+    "[1]",
+    "[" * 9999,
+    "9" * 30,
+    "x" * 300,
+]
 BAD += [
     "..",
     "/dev/null",
@@ -410,6 +426,11 @@ def test_spoiled_checkpoints_and_adapters(seed, saved, watched, tmp_path):
     one.check()
 
 
+def test_another_head_on_a_patched_checkpoint(saved):
+    kind = transformers.LlamaForSequenceClassification
+    assert patch_of(load_patched(saved / "stock", kind)).encoding.name == "yarn"
+
+
 def test_missing_weights_are_not_made_up(saved, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -515,6 +536,11 @@ def test_nothing_is_unpickled(saved, watched, tmp_path, monkeypatch):
             start(folder)
     with patched(watched["llama"].model, "yarn", factor=4), pytest.raises(ValueError, match="other kinds of files"):
         load_adapter(watched["llama"].model, adapter)
+    entries = json.loads((adapter / "adapter_config.json").read_text())
+    del entries["rope_ext"]
+    (adapter / "adapter_config.json").write_text(json.dumps({**entries, "base_model_name_or_path": str(SMALL_MODEL)}))
+    with pytest.raises(ValueError, match="other kinds of files"):
+        load(str(adapter))
     assert not (tmp_path / "RAN").exists()
 
 

@@ -15,15 +15,17 @@ from rope_ext.patches.rotary_module import PatchedRotary
 @pytest.mark.parametrize("family", GENERIC)
 def test_patches_saves_and_undoes(family, method, tmp_path):
     model, x = build(family), ids(2 * TRAINED)
-    before = logits(model, x)
+    before, config = logits(model, x), model.config
+    kept = type(config).from_dict(config.to_dict()).rope_parameters == config.rope_parameters
     given = {**options(method, model), "original_max_position_embeddings": TRAINED}
     patch_model(model, method, **given)
     after = logits(model, x)
     assert not torch.equal(after, before)
-    assert describe(model).stock_loadable
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(type(model).from_pretrained(tmp_path).eval(), x), after)
-    assert torch.equal(logits(load_patched(tmp_path).eval(), x), after)
+    assert describe(model).stock_loadable == kept
+    if kept:  # before transformers 5.5 a saved GPT-NeoX loses a `rotary_pct` that is not the usual one, patched or not
+        model.save_pretrained(tmp_path)
+        assert torch.equal(logits(type(model).from_pretrained(tmp_path).eval(), x), after)
+        assert torch.equal(logits(load_patched(tmp_path).eval(), x), after)
     assert torch.equal(logits(unpatch_model(model), x), before)
 
 

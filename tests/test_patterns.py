@@ -172,7 +172,7 @@ def test_training_with_a_pattern_reaches_every_weight():
         ({"global_tokens": [0]}, r"`global_tokens`=\(0,\) keeps keys outside"),
         ({"window": 0}, "`window` must be a whole number >= 1, got 0"),
         ({"window": 8, "sinks": -1}, "`sinks` must be a whole number >= 0"),
-        ({"window": 8, "global_tokens": [-1]}, "`global_tokens` must hold numbers >= 0"),
+        ({"window": 8, "global_tokens": [-1]}, "`global_tokens` must hold numbers >= 0 and"),
     ],
 )
 def test_patterns_that_make_no_sense(options_, message):

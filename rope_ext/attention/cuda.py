@@ -110,6 +110,7 @@ def _flex_kernel(device: str) -> Any:
     return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def has_flash() -> bool:
     """Whether flash-attn can be imported."""
